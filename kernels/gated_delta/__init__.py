@@ -1,0 +1,78 @@
+"""Gated delta rule: the recurrent core of a GDN layer, as paged prefill and as dual-anchor advance.
+
+Per value head h, with key head h // (Nv / Nk), state S [dk, dv] in float32 (stored transposed, `[dv, dk]`):
+
+    S <- exp(g_t) S;   e = v_t - S^T k_t;   S <- S + k_t (beta_t e)^T;   o_t = S^T q_t
+
+q and k arrive l2-normalised, q scaled (`delta_inputs` makes them); g is the log decay, at most 0.
+`reference.py` runs this token by token and defines the meaning; `chunked.py` is the plain-JAX version.
+"""
+
+from jaxtyping import Array, Float
+
+from gdn_jax.kernels.anchors import AdvanceRows, PrefillRows
+from gdn_jax.kernels.dispatch import Implementation
+from gdn_jax.kernels.gated_delta import chunked, reference
+from gdn_jax.kernels.gated_delta.inputs import DeltaInputs, delta_inputs
+
+__all__ = ["DeltaInputs", "delta_inputs", "gdn_advance", "gdn_prefill"]
+
+_PREFILL = {Implementation.REFERENCE: reference.gdn_prefill, Implementation.JAX: chunked.gdn_prefill}
+_ADVANCE = {Implementation.REFERENCE: reference.gdn_advance, Implementation.JAX: chunked.gdn_advance}
+
+
+def gdn_prefill(
+    q: Float[Array, "T Nk dk"],
+    inputs: DeltaInputs,
+    rows: PrefillRows,
+    pool: Float[Array, "slots Nv dv dk"],
+    *,
+    implementation: Implementation = Implementation.JAX,
+) -> tuple[Float[Array, "T Nv dv"], Float[Array, "slots Nv dv dk"]]:
+    """Run packed spans through the delta rule, from and into state slots, exporting at grid boundaries.
+
+    The chunk grid is absolute: chunk c covers positions [CHUNK c, CHUNK (c + 1)) of a sequence whatever the span, so
+    a span cut on the grid computes the same numbers as the whole; a misaligned start has a short first chunk.
+    State, gates and the triangular inverse are float32; operands of large products keep their own dtype.
+
+    Args:
+        q: queries, l2-normalised and scaled by dk^-0.5, activation dtype.
+        inputs: keys, values and gates of the same tokens.
+        rows: the packing, the anchors and the exports.
+        pool: recurrent states, any floating dtype; cast from and to float32 at the slot.
+        implementation: which version computes it.
+
+    Returns:
+        Outputs in the dtype of v, zeros for tokens that no row owns; the pool with final and exported states.
+    """
+    return _PREFILL[implementation](q, inputs, rows, pool)
+
+
+def gdn_advance(
+    q: Float[Array, "rows T Nk dk"],
+    new: DeltaInputs,
+    replay: DeltaInputs,
+    rows: AdvanceRows,
+    pool: Float[Array, "slots Nv dv dk"],
+    *,
+    implementation: Implementation = Implementation.JAX,
+) -> tuple[Float[Array, "rows T Nv dv"], Float[Array, "slots Nv dv dk"]]:
+    """Fold each row's replay window into its state, then run its new tokens on top; one read, one write.
+
+        S <- pool[read_slot]; fold num_replay tokens of `replay`, storing at save_slot when the count is save_at
+        pool[write_slot] <- S;   for t in new tokens: S <- update(S, t), o_t = S^T q_t   (S is dropped then)
+
+    A rejected draft therefore never touches the pool. State arithmetic is float32.
+
+    Args:
+        q: queries of the new tokens, as for `gdn_prefill`.
+        new: inputs of the new tokens `[rows, T, ...]`; those past `num_new` are ignored.
+        replay: inputs of the tokens run since `folded`, `[rows, R, ...]`; those past `num_replay` are ignored.
+        rows: the anchors and counts.
+        pool: recurrent states.
+        implementation: which version computes it.
+
+    Returns:
+        Outputs in the dtype of v, zeros past `num_new`; the pool. `rows.saves()` tells which saves were stored.
+    """
+    return _ADVANCE[implementation](q, new, replay, rows, pool)

@@ -1,0 +1,72 @@
+"""Causal grouped-query attention over KV pages.
+
+A page holds the keys and values of one block of `CHUNK` tokens; page index = block id; page 0 is the null block, which
+padding may write and nothing reads. Token p of a sequence stands at token slot `block_table[p // CHUNK] * CHUNK + p % CHUNK`.
+
+    o = softmax(q k^T / sqrt(D)) v over keys at positions first_key..own position; query head j reads KV head j // (Hq / Hkv)
+"""
+
+from jaxtyping import Array, Float, Int
+
+from gdn_jax.kernels.anchors import AdvanceRows, PrefillRows
+from gdn_jax.kernels.dispatch import Implementation
+from gdn_jax.kernels.paged_attention import plain, reference
+from gdn_jax.kernels.paged_attention.pages import token_slots, write_pages
+
+__all__ = ["paged_attention_advance", "paged_attention_prefill", "token_slots", "write_pages"]
+
+_PREFILL = {
+    Implementation.REFERENCE: reference.paged_attention_prefill,
+    Implementation.JAX: plain.paged_attention_prefill,
+}
+_ADVANCE = {
+    Implementation.REFERENCE: reference.paged_attention_advance,
+    Implementation.JAX: plain.paged_attention_advance,
+}
+
+
+def paged_attention_prefill(
+    q: Float[Array, "T Hq D"],
+    k_pages: Float[Array, "pages block Hkv D"],
+    v_pages: Float[Array, "pages block Hkv D"],
+    block_tables: Int[Array, "rows blocks"],
+    rows: PrefillRows,
+    *,
+    first_key: int = 0,
+    implementation: Implementation = Implementation.JAX,
+) -> Float[Array, "T Hq D"]:
+    """Attend from packed spans to all keys of their sequences up to each query's position, cached prefix included.
+
+    The keys and values of the span itself must already be in the pages.
+
+    Args:
+        q: queries after norm and rotation; row r's token i stands at position `rows.start[r] + i`.
+        k_pages: keys.
+        v_pages: values.
+        block_tables: block ids in position order, null past a row's end.
+        rows: the packing; slots are not used.
+        first_key: keys before this position are masked (1 for the MTP layer).
+        implementation: which version computes it.
+
+    Returns:
+        Outputs in q's dtype (softmax in float32), zeros for tokens that no row owns and for queries with no key.
+    """
+    return _PREFILL[implementation](q, k_pages, v_pages, block_tables, rows, first_key)
+
+
+def paged_attention_advance(
+    q: Float[Array, "rows T Hq D"],
+    k_pages: Float[Array, "pages block Hkv D"],
+    v_pages: Float[Array, "pages block Hkv D"],
+    block_tables: Int[Array, "rows blocks"],
+    rows: AdvanceRows,
+    *,
+    first_key: int = 0,
+    implementation: Implementation = Implementation.JAX,
+) -> Float[Array, "rows T Hq D"]:
+    """Attend from each row's window of new tokens; as `paged_attention_prefill`, positions from `rows.positions`.
+
+    Returns:
+        Outputs in q's dtype, zeros past `num_new` and for queries with no key.
+    """
+    return _ADVANCE[implementation](q, k_pages, v_pages, block_tables, rows, first_key)
