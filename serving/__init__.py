@@ -1,0 +1,1 @@
+"""Serving: host bookkeeping, the device runner, text, and the ways in."""

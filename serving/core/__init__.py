@@ -1,0 +1,1 @@
+"""Host bookkeeping over integers; standard library only."""
