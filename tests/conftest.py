@@ -1,0 +1,27 @@
+"""Rules for every test: strict dtypes, no silent rank promotion, array shapes checked against their annotations."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+from jaxtyping import install_import_hook
+
+install_import_hook("gdn_jax", "beartype.beartype")
+
+import jax
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+GOLDEN = Path(__file__).resolve().parents[2] / "shared" / "golden"
+
+
+@pytest.fixture(scope="session")
+def golden_folder() -> Path:
+    """The reference checkpoints and expected values that live beside the checkout; skips without them."""
+    if not GOLDEN.is_dir():
+        pytest.skip(f"no golden data at {GOLDEN}")
+    return GOLDEN
