@@ -1,0 +1,102 @@
+"""Gated DeltaNet layer: projections, short convolution, gates, delta rule, gated norm, output projection.
+
+    u = x W_qkv^T;  [q|k|v] = silu(conv(u));  g = -exp(A_log) softplus(x W_a^T + dt_bias);  beta = sigmoid(x W_b^T)
+    o = delta_rule(l2norm(q) dk^-0.5, l2norm(k), v, g, beta);  y = gated_norm(o, x W_z^T) W_o^T
+
+The equations are those of Gated Delta Networks (Yang et al. 2024, arXiv:2412.06464, eq. 10) with the parameter names of the
+published checkpoints. The layer owns no state: slots and replay windows come in as arguments and go out as results.
+"""
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from gdn_jax.config import ModelConfig
+from gdn_jax.kernels.causal_conv1d import causal_conv1d_advance, causal_conv1d_prefill
+from gdn_jax.kernels.dispatch import Implementation
+from gdn_jax.kernels.gated_delta import DeltaInputs, delta_inputs, gdn_advance, gdn_prefill
+from gdn_jax.kernels.gated_rms_norm import gated_rms_norm
+from gdn_jax.linear import Linear
+from gdn_jax.state import AdvanceBatch, PrefillBatch, RecurrentState, ReplayWindow, gather_lanes, scatter_lanes
+
+
+class GatedDeltaNet(nnx.Module):
+    """One GDN mixer.
+
+    A_log, dt_bias and the output norm's weight stay float32 whatever the model's dtype: the decay is an exponential of them.
+    """
+
+    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, implementation: Implementation, rngs: nnx.Rngs) -> None:
+        """Create the parameters of one layer.
+
+        Args:
+            config: the model.
+            dtype: projections and activations.
+            implementation: which kernels compute it.
+            rngs: source of the initial values.
+        """
+        hidden, num_v = config.hidden_size, config.num_linear_value_heads
+        value_width = num_v * config.linear_value_dim
+        self.num_key_heads = config.num_linear_key_heads
+        self.key_dim = config.linear_key_dim
+        self.num_value_heads = num_v
+        self.eps = config.rms_norm_eps
+        self.implementation = implementation
+        self.in_proj_qkv = Linear(hidden, config.conv_channels, dtype=dtype, rngs=rngs)
+        self.in_proj_z = Linear(hidden, value_width, dtype=dtype, rngs=rngs)
+        self.in_proj_b = Linear(hidden, num_v, dtype=dtype, rngs=rngs)
+        self.in_proj_a = Linear(hidden, num_v, dtype=dtype, rngs=rngs)
+        conv_shape = (config.conv_channels, config.conv_kernel)
+        bound = config.conv_kernel**-0.5
+        self.conv_weight = nnx.Param(nnx.initializers.uniform(2 * bound)(rngs.params(), conv_shape, dtype) - bound)
+        # Decays spread over heads: A in 1..16, dt_bias such that softplus gives time steps of 1e-3 to 1e-1.
+        self.a_log = nnx.Param(jnp.log(1.0 + 15.0 * rngs.params.uniform((num_v,), jnp.float32)))
+        step = jnp.exp(jnp.log(1e-3) + jnp.log(100.0) * rngs.params.uniform((num_v,), jnp.float32))
+        self.dt_bias = nnx.Param(step + jnp.log(-jnp.expm1(-step)))  # the inverse of softplus
+        self.norm_weight = nnx.Param(jnp.ones((config.linear_value_dim,), jnp.float32))
+        self.out_proj = Linear(value_width, hidden, dtype=dtype, rngs=rngs)
+
+    def prefill(
+        self, x: Float[Array, "T H"], state: RecurrentState, batch: PrefillBatch
+    ) -> tuple[Float[Array, "T H"], RecurrentState]:
+        """Run packed spans from and into state slots; replay windows are not touched."""
+        mixed, conv = causal_conv1d_prefill(
+            self.in_proj_qkv(x), self.conv_weight[...], batch.rows, state.conv, implementation=self.implementation
+        )
+        q, inputs = self._delta_inputs(mixed, x)
+        out, recurrent = gdn_prefill(q, inputs, batch.rows, state.recurrent, implementation=self.implementation)
+        return self._output(out, x), RecurrentState(recurrent=recurrent, conv=conv, replay=state.replay)
+
+    def advance(
+        self, x: Float[Array, "rows T H"], state: RecurrentState, batch: AdvanceBatch
+    ) -> tuple[Float[Array, "rows T H"], RecurrentState]:
+        """Fold each lane's replay window into its slot, run the new tokens, and keep them as the next replay window."""
+        replay: ReplayWindow = gather_lanes(state.replay, batch.lane)
+        raw = self.in_proj_qkv(x)
+        mixed, conv = causal_conv1d_advance(
+            raw, replay.conv, self.conv_weight[...], batch.rows, state.conv, implementation=self.implementation
+        )
+        q, inputs = self._delta_inputs(mixed, x)
+        out, recurrent = gdn_advance(
+            q, inputs, replay.delta, batch.rows, state.recurrent, implementation=self.implementation
+        )
+        kept = scatter_lanes(state.replay, batch.lane, ReplayWindow(conv=raw, delta=inputs))
+        return self._output(out, x), RecurrentState(recurrent=recurrent, conv=conv, replay=kept)
+
+    def _delta_inputs(
+        self, mixed: Float[Array, "*tokens C"], x: Float[Array, "*tokens H"]
+    ) -> tuple[Float[Array, "*tokens Nk dk"], DeltaInputs]:
+        return delta_inputs(
+            mixed,
+            self.in_proj_a(x),
+            self.in_proj_b(x),
+            self.a_log[...],
+            self.dt_bias[...],
+            num_key_heads=self.num_key_heads,
+            key_dim=self.key_dim,
+        )
+
+    def _output(self, out: Float[Array, "*tokens Nv dv"], x: Float[Array, "*tokens H"]) -> Float[Array, "*tokens H"]:
+        z = self.in_proj_z(x).reshape(out.shape)
+        normed = gated_rms_norm(out, z, self.norm_weight[...], eps=self.eps)
+        return self.out_proj(normed.reshape(*x.shape[:-1], -1))
