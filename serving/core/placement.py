@@ -1,8 +1,8 @@
 """Which boundaries of a sequence deserve a checkpoint: the difference between the cache modes, and nothing else is.
 
-    none    nothing
-    align   where a next request is known to look: the prompt's last boundary, the junction, turn borders, the turn end
-    all     those, and every multiple of `state_interval`
+none    nothing
+align   where a next request is known to look: the prompt's last boundary, the junction, turn borders, the turn end
+all     those, and every multiple of `state_interval`
 """
 
 from dataclasses import dataclass
@@ -47,7 +47,9 @@ class Placement:
         """Whether anything is looked up or saved at all."""
         return self.mode is not CacheMode.NONE
 
-    def placed(self, *, num_prompt: int, num_known: int, turn_borders: tuple[int, ...], junction: int) -> frozenset[int]:
+    def placed(
+        self, *, num_prompt: int, num_known: int, turn_borders: tuple[int, ...], junction: int
+    ) -> frozenset[int]:
         """Return the boundaries of a sequence's known tokens that a later request is expected to look for.
 
         Args:

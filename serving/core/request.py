@@ -99,3 +99,10 @@ class Request:
     def order(self) -> tuple[int, int]:
         """The key requests are planned by."""
         return self.priority, self.arrival
+
+    def forget_holdings(self) -> None:
+        """Set every field about holdings to nothing; the books are the caller's."""
+        self.lane, self.slot, self.read_anchor, self.pinned = -1, NULL_SLOT, NULL_SLOT, None
+        self.blocks, self.num_sent_blocks = [], 0
+        self.folded, self.num_replay, self.num_drafts = 0, 0, 0
+        self.rolling = None

@@ -1,4 +1,4 @@
-"""Admission, token budget, preemption, saves: `plan()` takes resources, `commit()` publishes and frees. Nothing else does.
+"""Admission, token budget, preemption: `plan()` takes resources, `commit()` publishes and frees. Nothing else does.
 
 There are no phases here, only tokens still to compute: a request whose known tokens are all computed but the newest decodes,
 any other prefills. Requests are planned in (priority, arrival) order, victims of preemption come from the end, so the
@@ -11,12 +11,11 @@ from bisect import insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from gdn_jax.serving.core.blocks import BlockPool, HashChain
-from gdn_jax.serving.core.checkpoints import NULL_SLOT, CheckpointStore
+from gdn_jax.serving.core.blocks import HashChain
 from gdn_jax.serving.core.errors import DuplicateRequestError, InvariantError, PromptTooLongError
+from gdn_jax.serving.core.holdings import Counts, Holdings, Save
 from gdn_jax.serving.core.placement import Placement
 from gdn_jax.serving.core.plan import Export, Phase, RowCut, RowPlan, RowResult, StepPlan, StepResult
-from gdn_jax.serving.core.prefix_cache import MISS, PrefixHit, lookup
 from gdn_jax.serving.core.request import FinishReason, Request, RequestId, Status
 
 
@@ -53,22 +52,8 @@ class Limits:
 
 
 @dataclass(kw_only=True)
-class Counts:
-    """What happened so far, in tokens and events."""
-
-    queried_tokens: int = 0
-    hit_tokens: int = 0
-    gap_tokens: int = 0
-    prefilled_tokens: int = 0
-    saves: int = 0
-    saves_skipped: int = 0
-    preemptions: int = 0
-    admissions: int = 0
-
-
-@dataclass(kw_only=True)
 class _Draft:
-    """A row being planned: the saves are added once every row has its own resources."""
+    """A row being planned: its saves are reserved once every row has its own resources."""
 
     request: Request
     phase: Phase
@@ -76,12 +61,11 @@ class _Draft:
     emits: bool
     start: int
     num_drafts: int = 0
-    wanted: list[tuple[int, bool]] = field(default_factory=list[tuple[int, bool]])
-    exports: list[Export] = field(default_factory=list[Export])
+    wanted: list[Save] = field(default_factory=list[Save])
 
 
 class Scheduler:
-    """Owns the queues and every request's progress; the pools own their books."""
+    """Owns the queues and every request's progress; `holdings` owns the resources."""
 
     def __init__(self, limits: Limits, placement: Placement) -> None:
         """Create a scheduler with empty queues and pools.
@@ -99,12 +83,15 @@ class Scheduler:
         self._num_arrived = 0
         self._num_steps = 0
         self._plan: StepPlan | None = None
-        self._make_pools()
+        self.holdings = self._make_holdings()
 
-    def _make_pools(self) -> None:
-        self.checkpoints = CheckpointStore(self.limits.num_slots)
-        self.blocks = BlockPool(self.limits.num_blocks, on_evict=self.checkpoints.drop)
-        self._lanes = list(range(self.limits.num_lanes - 1, -1, -1))
+    def _make_holdings(self) -> Holdings:
+        return Holdings(
+            num_blocks=self.limits.num_blocks,
+            num_slots=self.limits.num_slots,
+            num_lanes=self.limits.num_lanes,
+            placement=self.placement,
+        )
 
     # Requests come and go.
 
@@ -167,11 +154,11 @@ class Scheduler:
                 f"prompt + max_tokens must be at most max_model_len ({self.limits.max_model_len}); got {num_prompt} + "
                 f"{max_tokens}; shorten the prompt or lower max_tokens"
             )
-        needed = self._num_blocks(total - 1)
-        if needed > self.blocks.num_usable:
+        needed = self.holdings.blocks_for(total - 1)
+        if needed > self.holdings.blocks.num_usable:
             raise PromptTooLongError(
                 f"prompt + max_tokens ({num_prompt} + {max_tokens}) must fit the KV pool: it needs {needed} blocks of "
-                f"{self._block_size} tokens, and there are {self.blocks.num_usable}; lower max_tokens or give the "
+                f"{self._block_size} tokens, and there are {self.holdings.blocks.num_usable}; lower max_tokens or give the "
                 "pool more memory"
             )
 
@@ -210,8 +197,7 @@ class Scheduler:
 
         Requests that are running now compute on but publish nothing more, since their states belong to the old cache.
         """
-        self.blocks.forget_all()
-        self.checkpoints.drop_all()
+        self.holdings.reset_cache()
         for request in self._running:
             request.publishes = False
 
@@ -225,15 +211,15 @@ class Scheduler:
         """
         if self._plan is not None:
             raise InvariantError("plan() called before the previous plan was committed")
-        budget, drafts, admitting = self.limits.budget, list[_Draft](), True
-        for request in self._in_order():
+        budget, drafts = self.limits.budget, list[_Draft]()
+        order = _Order(self._waiting, self._running)
+        for request in order:
             if request.status is Status.WAITING:
-                if not admitting or budget < self._block_size or not self._is_ready(request):
-                    admitting = admitting and not (budget < self._block_size)
+                if budget < self._block_size or not self._try_admit(request):
+                    order.admitting = False  # later ones must not overtake it
                     continue
-                if not self._try_admit(request):
-                    admitting = False  # later ones must not overtake it
-                    continue
+                if request.status is Status.WAITING:
+                    continue  # not ready: those behind it may go first
             draft = self._plan_row(request, budget)
             if draft is None:
                 continue
@@ -242,101 +228,26 @@ class Scheduler:
                 budget -= len(draft.tokens)
         if not drafts:
             return None
-        self._reserve_saves(drafts)
-        self._plan = StepPlan(index=self._num_steps, rows=tuple(self._finish_row(draft) for draft in drafts))
+        saves = [save for draft in drafts for save in draft.wanted]
+        exports: dict[RequestId, list[Export]] = {}
+        for save, export in self.holdings.reserve(saves, self.counts):
+            exports.setdefault(save.request.request_id, []).append(export)
+        rows = tuple(self._finish_row(draft, exports.get(draft.request.request_id, [])) for draft in drafts)
+        self._plan = StepPlan(index=self._num_steps, rows=rows)
         self._num_steps += 1
         return self._plan
 
-    def _in_order(self) -> Iterator[Request]:
-        """Walk running and waiting requests by order, while preemption takes from the end and admission moves requests."""
-        waiting = iter(list(self._waiting))
-        candidate = next(waiting, None)
-        last = (-(2**63), 0)
-        position = 0
-        while True:
-            while position < len(self._running) and self._running[position].order <= last:
-                position += 1
-            running = self._running[position] if position < len(self._running) else None
-            if candidate is not None and (running is None or candidate.order < running.order):
-                chosen, candidate = candidate, next(waiting, None)
-            elif running is not None:
-                chosen = running
-            else:
-                return
-            last = chosen.order
-            yield chosen
-
-    def _is_ready(self, request: Request) -> bool:
-        leader = self._requests.get(request.leader) if request.leader is not None else None
-        return leader is None or leader.computed >= leader.num_prompt or leader.finish is not None
-
-    def _num_blocks(self, computed: int) -> int:
-        """Return how many blocks cover `computed` tokens and one position beyond."""
-        return computed // self._block_size + 1
-
     def _try_admit(self, request: Request) -> bool:
-        """Give a waiting request blocks for its known tokens, a slot and a lane; or change nothing and return False."""
-        known = request.num_known
-        hit = self._lookup(request)
-        needed = self._num_blocks(known) - len(hit.blocks)
-        if not self._lanes or self.blocks.num_idle - self.blocks.count_idle(hit.blocks) < needed:
+        """Admit a waiting request if it can be; False means that those behind it must wait too."""
+        leader = self._requests.get(request.leader) if request.leader is not None else None
+        if leader is not None and leader.finish is None and leader.computed < leader.num_prompt:
+            return True  # its leader's prompt checkpoint is worth waiting for, and nobody need wait for that
+        if not self.holdings.try_admit(request, self.counts):
             return False
-        keep = hit.slot if hit.length else None
-        take_over = keep is not None and not self.checkpoints.can_take(keep)
-        if take_over and not self.checkpoints.can_take_over(hit.slot):
-            return False
-        if keep is None and not self.checkpoints.can_take():
-            return False
-        self._admit(request, hit, needed, take_over=take_over)
-        return True
-
-    def _lookup(self, request: Request) -> PrefixHit:
-        if not (self.placement.caches and request.use_cache):
-            return MISS
-        chain = request.chain.upto(request.tokens, request.num_known)
-        return lookup(
-            chain,
-            request.num_known - 1,
-            blocks=self.blocks,
-            checkpoints=self.checkpoints,
-            block_size=self._block_size,
-        )
-
-    def _admit(self, request: Request, hit: PrefixHit, needed: int, *, take_over: bool) -> None:
-        self.blocks.hold(hit.blocks)
-        if hit.name is not None:
-            self.checkpoints.touch(hit.name)
-        if take_over:
-            self.checkpoints.take_over(hit.slot)
-            slot = hit.slot
-        else:
-            if hit.length:
-                self.checkpoints.pin(hit.slot)
-                request.pinned = hit.slot
-            slot = self.checkpoints.try_take()
-        own = self.blocks.try_take(needed)
-        if slot is None or own is None:
-            raise InvariantError(f"request {request.request_id} was admitted without what was counted for it")
-        request.slot, request.read_anchor, request.lane = slot, hit.slot, self._lanes.pop()
-        request.blocks, request.num_sent_blocks = [*hit.blocks, *own], 0
-        request.folded, request.num_replay, request.num_drafts = hit.length, 0, 0
-        request.placed = self.placement.placed(
-            num_prompt=request.num_prompt,
-            num_known=request.num_known,
-            turn_borders=request.turn_borders,
-            junction=hit.junction,
-        )
-        if request.num_cached is None:
-            request.num_cached = hit.length
-        request.status, request.publishes = Status.RUNNING, True
+        request.status = Status.RUNNING
         self._waiting.remove(request)
         insort(self._running, request, key=lambda running: running.order)
-        counts = self.counts
-        counts.admissions += 1
-        if self.placement.caches and request.use_cache:
-            counts.queried_tokens += request.num_known
-            counts.hit_tokens += hit.length
-            counts.gap_tokens += max(hit.junction - hit.length, 0)
+        return True
 
     def _plan_row(self, request: Request, budget: int) -> _Draft | None:
         if request.status is Status.CLOSING:
@@ -352,25 +263,27 @@ class Scheduler:
             end = end // self._block_size * self._block_size
         if end <= start:
             return None  # the budget is spent: it keeps what it has and goes on in a later step
+        wanted = self.placement.in_span(start, end, request.placed) if request.publishes else []
         return _Draft(
             request=request,
             phase=Phase.PREFILL,
             tokens=tuple(request.tokens[start:end]),
             emits=end == known,
             start=start,
-            wanted=self.placement.in_span(start, end, request.placed),
+            wanted=[Save(request=request, boundary=at, placed=placed, rolling=False) for at, placed in wanted],
         )
 
     def _plan_decode(self, request: Request) -> _Draft | None:
         start = request.computed
         num_drafts = min(request.num_drafts, request.max_tokens - request.num_output - 1)
-        missing = self._num_blocks(start + 1 + num_drafts) - len(request.blocks)
-        if missing > self.blocks.num_idle and num_drafts:
+        missing = self.holdings.blocks_for(start + 1 + num_drafts) - len(request.blocks)
+        if missing > self.holdings.blocks.num_idle and num_drafts:  # drafts are the first to go
             num_drafts = min(num_drafts, max(len(request.blocks) * self._block_size - start - 2, 0))
-            missing = self._num_blocks(start + 1 + num_drafts) - len(request.blocks)
+            missing = self.holdings.blocks_for(start + 1 + num_drafts) - len(request.blocks)
         if missing > 0 and not self._take_blocks(request, missing):
             return None
         boundary = self.placement.in_fold(request.folded, request.num_replay) if request.publishes else None
+        saves = [] if boundary is None else [Save(request=request, boundary=boundary, placed=True, rolling=True)]
         return _Draft(
             request=request,
             phase=Phase.VERIFY if num_drafts else Phase.DECODE,
@@ -378,12 +291,15 @@ class Scheduler:
             emits=True,
             start=start,
             num_drafts=num_drafts,
-            wanted=[] if boundary is None else [(boundary, True)],
+            wanted=saves,
         )
 
     def _take_blocks(self, request: Request, missing: int) -> bool:
-        """Take blocks for a running request, preempting from the end of the order; False if it was itself preempted."""
-        while (taken := self.blocks.try_take(missing)) is None:
+        """Take blocks for a running request, preempting from the end of the order; False if it was itself preempted.
+
+        Rows are planned in order, so no victim has a row in the plan being made.
+        """
+        while (taken := self.holdings.blocks.try_take(missing)) is None:
             victim = self._running[-1]
             self._preempt(victim)
             if victim is request:
@@ -397,43 +313,14 @@ class Scheduler:
             self._drop(request)  # its answer is out already: only a checkpoint is lost
             return
         self.counts.preemptions += 1
-        self._release(request)
+        self._running.remove(request)
+        self.holdings.release(request)
         request.status = Status.WAITING
         insort(self._waiting, request, key=lambda waiting: waiting.order)
 
-    # Saves: only once every row has its place.
-
-    def _reserve_saves(self, drafts: Sequence[_Draft]) -> None:
-        """Reserve slots for the wanted boundaries: placed before interval ones, deepest first, none for a known name."""
-        wanted = [
-            (not placed, -boundary, index)
-            for index, draft in enumerate(drafts)
-            if draft.request.publishes
-            for boundary, placed in draft.wanted
-        ]
-        reserved = set[bytes]()
-        for not_placed, negative, index in sorted(wanted):
-            draft, boundary, placed = drafts[index], -negative, not not_placed
-            request = draft.request
-            name = request.chain.name(request.tokens, boundary)
-            if name in reserved:
-                continue
-            if self.checkpoints.lookup(name) is not None:
-                if placed and draft.phase is Phase.PREFILL:
-                    self.checkpoints.lift(name)
-                continue
-            slot = self.checkpoints.try_reserve(placed=placed)
-            if slot is None:
-                self.counts.saves_skipped += 1
-                continue
-            reserved.add(name)
-            rolling = draft.phase is not Phase.PREFILL
-            draft.exports.append(Export(boundary=boundary, slot=slot, placed=placed, rolling=rolling))
-
-    def _finish_row(self, draft: _Draft) -> RowPlan:
+    def _finish_row(self, draft: _Draft, exports: Sequence[Export]) -> RowPlan:
         request = draft.request
         first, request.num_sent_blocks = request.num_sent_blocks, len(request.blocks)
-        prefill = draft.phase is Phase.PREFILL
         return RowPlan(
             request_id=request.request_id,
             phase=draft.phase,
@@ -441,13 +328,13 @@ class Scheduler:
             num_drafts=draft.num_drafts,
             emits=draft.emits,
             start=draft.start,
-            num_replay=0 if prefill else draft.start - request.folded,
+            num_replay=0 if draft.phase is Phase.PREFILL else draft.start - request.folded,
             lane=request.lane,
             table_start=first,
             new_blocks=tuple(request.blocks[first:]),
             read_anchor=request.read_anchor,
             write_anchor=request.slot,
-            exports=tuple(sorted(draft.exports, key=lambda export: export.boundary)),
+            exports=tuple(sorted(exports, key=lambda export: export.boundary)),
             seed=request.seed,
         )
 
@@ -483,9 +370,8 @@ class Scheduler:
         return self._plan is not None and any(row.request_id == request.request_id for row in self._plan.rows)
 
     def _commit_row(self, request: Request, row: RowPlan, result: RowResult, cut: RowCut) -> None:
-        if request.pinned is not None:
-            self.checkpoints.unpin(request.pinned)
-            request.pinned = None
+        holdings = self.holdings
+        holdings.unpin(request)
         request.read_anchor = request.slot
         if row.phase is Phase.PREFILL:
             request.folded, request.num_replay = row.end, 0
@@ -497,71 +383,27 @@ class Scheduler:
         request.tokens.extend(result.tokens[: cut.num_kept])
         if request.finish is None:  # else it was aborted while the step ran
             request.finish = cut.finish
-        self._publish_blocks(request)
+        if cut.finish is FinishReason.ERROR:
+            request.publishes = False  # nothing a failed row wrote may be found
+        holdings.publish_blocks(request)
         for export in row.exports:
-            self._commit_export(request, export, stored=export.boundary in result.saved)
+            holdings.commit_export(request, export, self.counts, stored=export.boundary in result.saved)
         if request.status is Status.CLOSING:
-            self._publish_slot(request)
+            holdings.publish_slot(request, self.counts)
             self._drop(request)
         elif request.finish is not None:
             self._end(request)
 
-    def _publish_blocks(self, request: Request) -> None:
-        """Publish every own block that committed, computed tokens cover and whose name is unknown."""
-        if not (self.placement.caches and request.publishes):
-            return
-        chain = request.chain.upto(request.tokens, min(request.computed, request.num_known))
-        first = len(chain)
-        while first and not self.blocks.is_known(chain[first - 1]):
-            first -= 1
-        for index in range(first, len(chain)):
-            self.blocks.publish(request.blocks[index], chain[index], chain[index - 1] if index else None)
-
-    def _commit_export(self, request: Request, export: Export, *, stored: bool) -> None:
-        if not (stored and request.publishes):
-            self.checkpoints.release(export.slot)
-            return
-        name = request.chain.name(request.tokens, export.boundary)
-        newcomer = self.checkpoints.lookup(name) is None
-        self.checkpoints.publish(export.slot, name, placed=export.placed)
-        self.counts.saves += newcomer
-        if export.rolling:
-            self._supersede_rolling(request)
-            if newcomer:
-                request.rolling, request.rolling_at = name, export.boundary
-
-    def _supersede_rolling(self, request: Request) -> None:
-        if request.rolling is None:
-            return
-        if self.placement.on_interval(request.rolling_at):
-            self.checkpoints.demote(request.rolling)
-        else:
-            self.checkpoints.supersede(request.rolling)
-        request.rolling = None
-
     def _end(self, request: Request) -> None:
         """Save the turn end, now or in a closing row, and free the rest."""
-        if request.finish in (FinishReason.STOP, FinishReason.LENGTH) and self.placement.caches and request.publishes:
-            boundary = min(request.computed, request.num_known) // self._block_size * self._block_size
-            missing = boundary > 0 and self.checkpoints.lookup(request.chain.name(request.tokens, boundary)) is None
-            if missing and boundary == request.folded:
-                self._publish_slot(request)
-            elif missing and boundary > request.folded:
+        if request.finish in (FinishReason.STOP, FinishReason.LENGTH):
+            boundary = self.holdings.turn_end(request)
+            if boundary is not None and boundary > request.folded:
                 request.status, request.close_at, request.num_drafts = Status.CLOSING, boundary, 0
                 return
+            if boundary is not None:
+                self.holdings.publish_slot(request, self.counts)
         self._drop(request)
-
-    def _publish_slot(self, request: Request) -> None:
-        """Publish the running slot itself, under the boundary it holds."""
-        if not request.publishes:
-            return
-        self._publish_blocks(request)
-        name = request.chain.name(request.tokens, request.folded)
-        self.counts.saves += self.checkpoints.lookup(name) is None
-        self.checkpoints.publish(request.slot, name, placed=True)
-        request.slot = NULL_SLOT
-        if request.rolling != name:
-            self._supersede_rolling(request)
 
     def fail(self, plan: StepPlan) -> list[Request]:
         """Give up a step that raised: its rows end, other requests go back to waiting, pools and cache start afresh.
@@ -574,14 +416,14 @@ class Scheduler:
         self._claim(plan)
         rows = {row.request_id for row in plan.rows}
         running, self._running = self._running, []
-        self._make_pools()
+        self.holdings = self._make_holdings()
         ended: list[Request] = []
         for request in running:
-            self._forget_holdings(request)
-            if request.request_id in rows or request.status is Status.CLOSING or request.finish is not None:
-                if request.status is not Status.CLOSING:
-                    request.finish = request.finish or FinishReason.ERROR
-                    ended.append(request)
+            request.forget_holdings()
+            if request.status is not Status.CLOSING and request.request_id in rows:
+                request.finish = request.finish or FinishReason.ERROR
+                ended.append(request)
+            if request.finish is not None:
                 request.status = Status.GONE
                 del self._requests[request.request_id]
             else:
@@ -594,39 +436,50 @@ class Scheduler:
         if request.status is Status.WAITING:
             self._waiting.remove(request)
         else:
-            self._release(request)
+            self._running.remove(request)
+            self.holdings.release(request)
         request.status = Status.GONE
         del self._requests[request.request_id]
 
-    def _release(self, request: Request) -> None:
-        self._running.remove(request)
-        if request.pinned is not None:
-            self.checkpoints.unpin(request.pinned)
-        if request.slot != NULL_SLOT:
-            self.checkpoints.release(request.slot)
-        self.blocks.release(request.blocks)
-        self._lanes.append(request.lane)
-        self._forget_holdings(request)
-
-    @staticmethod
-    def _forget_holdings(request: Request) -> None:
-        request.lane, request.slot, request.read_anchor, request.pinned = -1, NULL_SLOT, NULL_SLOT, None
-        request.blocks, request.num_sent_blocks = [], 0
-        request.folded, request.num_replay, request.num_drafts = 0, 0, 0
-        request.rolling = None
-
     def check(self) -> None:
-        """Raise InvariantError unless the pools' books agree with what the requests hold."""
-        self.blocks.check()
-        self.checkpoints.check()
-        held = {block for request in self._running for block in request.blocks}
-        if self.blocks.num_held() != len(held):
-            raise InvariantError(f"{self.blocks.num_held()} blocks are held, and requests hold {len(held)}")
-        lanes = [*self._lanes, *(request.lane for request in self._running)]
-        if sorted(lanes) != list(range(self.limits.num_lanes)):
-            raise InvariantError(f"lanes are lost or shared: {sorted(lanes)}")
-        for name in self.checkpoints.names():
-            if not self.blocks.is_known(name):
-                raise InvariantError("a checkpoint's block chain is broken")
+        """Raise InvariantError unless the books agree with what the requests hold."""
+        self.holdings.check(self._running)
         if len(self._waiting) + len(self._running) != len(self._requests):
             raise InvariantError("a live request is in no queue")
+        if not self._running and self.holdings.checkpoints.num_owned:
+            raise InvariantError("nobody runs, and slots are still owned")
+
+
+class _Order(Iterator[Request]):
+    """Walks waiting and running requests in order, while admission and preemption move them between the lists.
+
+    A request is seen at most once: what is preempted during the walk waits for the next one.
+    """
+
+    def __init__(self, waiting: Sequence[Request], running: Sequence[Request]) -> None:
+        self.admitting = True  # set to False, it yields no more waiting requests
+        self._waiting = iter(tuple(waiting))
+        self._candidate = next(self._waiting, None)
+        self._running = running  # the live list: positions shift, orders do not
+        self._position = 0
+        self._last: tuple[int, int] | None = None
+
+    def __next__(self) -> Request:
+        running = self._next_running()
+        candidate = self._candidate if self.admitting else None
+        if candidate is not None and (running is None or candidate.order < running.order):
+            chosen, self._candidate = candidate, next(self._waiting, None)
+        elif running is not None:
+            chosen = running
+        else:
+            raise StopIteration
+        self._last = chosen.order
+        return chosen
+
+    def _next_running(self) -> Request | None:
+        while self._position < len(self._running):
+            request = self._running[self._position]
+            if self._last is None or request.order > self._last:
+                return request
+            self._position += 1
+        return None
