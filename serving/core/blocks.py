@@ -194,6 +194,10 @@ class BlockPool:
         """Return a copy of the known names, for audits."""
         return dict(self._by_hash)
 
+    def parent_of(self, name: BlockHash) -> BlockHash | None:
+        """Return the parent of a known name; None for a sequence's first block."""
+        return self._parent[name]
+
     def num_held(self) -> int:
         """Return how many blocks somebody holds."""
         return len(self._refs)
