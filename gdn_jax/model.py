@@ -15,8 +15,8 @@ from jaxtyping import Array, Float
 from gdn_jax.config import ModelConfig
 from gdn_jax.decoder import Decoder
 from gdn_jax.errors import ConfigError, TokensError
-from gdn_jax.kernels.dispatch import Implementation, choose_kernels
 from gdn_jax.kernels.anchors import PrefillRows
+from gdn_jax.kernels.dispatch import Implementation, choose_kernels
 from gdn_jax.kernels.numerics import CHUNK
 from gdn_jax.mtp import MTPHead
 from gdn_jax.state import PrefillBatch, make_state
@@ -162,9 +162,7 @@ def load_model(
 
 def abstract_model(config: ModelConfig, *, dtype: jnp.dtype, implementation: Implementation) -> LanguageModel:
     """Return the model with shapes and dtypes in place of parameters."""
-    return nnx.eval_shape(
-        lambda: LanguageModel(config, dtype=dtype, implementation=implementation, rngs=nnx.Rngs(0))
-    )
+    return nnx.eval_shape(lambda: LanguageModel(config, dtype=dtype, implementation=implementation, rngs=nnx.Rngs(0)))
 
 
 def resolve_dtype(dtype: str, config: ModelConfig) -> jnp.dtype:

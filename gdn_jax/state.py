@@ -92,7 +92,8 @@ def make_state(
     num_lanes: int,
     window: int,
     dtype: jnp.dtype,
-    state_dtype: jnp.dtype = jnp.dtype(jnp.float32),
+    state_dtype: jnp.dtype | None = None,
+    block_size: int = CHUNK,
 ) -> ModelState:
     """Allocate zeroed pools.
 
@@ -103,11 +104,13 @@ def make_state(
         num_lanes: lanes.
         window: tokens per replay window, 1 + k.
         dtype: activations, KV pages and convolution windows.
-        state_dtype: recurrent states at rest.
+        state_dtype: recurrent states at rest; float32 by default.
+        block_size: tokens per KV page, a multiple of the chunk.
     """
+    state_dtype = jnp.dtype(jnp.float32) if state_dtype is None else state_dtype
 
     def pages() -> KVPages:
-        shape = (num_pages, CHUNK, config.num_kv_heads, config.head_dim)
+        shape = (num_pages, block_size, config.num_kv_heads, config.head_dim)
         return KVPages(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype))
 
     def slots() -> RecurrentState:

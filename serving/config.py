@@ -4,7 +4,7 @@ The Python API, the command line and the server all fill this one class. vLLM's 
 same (`from_arguments`). Standard library only: what needs the model or the device is decided in `memory.py`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import Literal
@@ -88,7 +88,12 @@ class EngineConfig:
 
     def _check_number(self, name: str, most: float) -> None:
         value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most or value == float("inf"):
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not 0 <= value <= most
+            or value == float("inf")
+        ):
             raise ValueError(f"{name} must be a finite number in 0..{most}; got {value!r}")
 
     def _check_grid(self) -> None:
@@ -143,4 +148,52 @@ _INTEGERS: dict[str, int] = {
     "block_size": 1,
     "num_blocks": 0,
     "num_state_slots": 0,
+}
+
+
+def _only(name: str, remedy: str, *accepted: object) -> Callable[[object], dict[str, object]]:
+    """Accept a setting at values that ask for nothing this engine lacks."""
+
+    def convert(value: object) -> dict[str, object]:
+        if value not in accepted:
+            raise ValueError(f"{name} must be {' or '.join(map(repr, accepted))}; got {value!r}: {remedy}")
+        return {}
+
+    return convert
+
+
+def _renamed(name: str) -> Callable[[object], dict[str, object]]:
+    return lambda value: {} if value is None else {name: value}
+
+
+def _prefix_caching(value: object) -> dict[str, object]:
+    if value is None:
+        return {}
+    if not isinstance(value, bool):
+        raise ValueError(f"enable_prefix_caching must be True, False or None; got {value!r}")
+    return {} if value else {"prefix_cache": "none"}
+
+
+# vLLM's names: either another name of ours, or a setting at the only values that mean what this engine does.
+_FROM_VLLM: dict[str, Callable[[object], dict[str, object]]] = {
+    "enable_prefix_caching": _prefix_caching,
+    "mamba_cache_mode": _renamed("prefix_cache"),
+    "mamba_block_size": _renamed("state_interval"),
+    "mamba_ssm_cache_dtype": _renamed("state_dtype"),
+    "num_gpu_blocks_override": _renamed("num_blocks"),
+    "enforce_eager": lambda value: {"warm_up": not value},
+    "tensor_parallel_size": _only("tensor_parallel_size", "one device runs the model", 1),
+    "pipeline_parallel_size": _only("pipeline_parallel_size", "one device runs the model", 1),
+    "data_parallel_size": _only("data_parallel_size", "start one engine per replica", 1),
+    "enable_chunked_prefill": _only("enable_chunked_prefill", "prefill is always chunked", True, None),
+    "speculative_config": _only("speculative_config", "speculation is not there yet", None),
+    "quantization": _only("quantization", "it is read from the model's config", None, "fp8"),
+    "kv_cache_dtype": _only("kv_cache_dtype", "KV pages have the model's dtype", "auto"),
+    "tokenizer_mode": _only("tokenizer_mode", "tokenizer.json is always used", "auto"),
+    "trust_remote_code": _only("trust_remote_code", "no code of a checkpoint ever runs", True, False),
+    "disable_log_stats": _only("disable_log_stats", "statistics are read with LLM.stats()", True, False),
+    "cpu_offload_gb": _only("cpu_offload_gb", "weights stay on the device", 0),
+    "swap_space": _only("swap_space", "preempted requests are recomputed, not swapped", 0, 4, None),
+    "revision": _only("revision", "models are local folders", None),
+    "download_dir": _only("download_dir", "models are local folders", None),
 }

@@ -74,12 +74,24 @@ class StepPlan:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TokenLogprobs:
+    """Log probabilities at one position, before temperature and filters."""
+
+    chosen: float
+    rank: int  # of the chosen token, from 1
+    top_ids: tuple[int, ...]
+    top: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RowResult:
     """What the device says of one row."""
 
     tokens: tuple[int, ...]  # emitted: accepted drafts and one more; empty if the row does not emit
     saved: tuple[int, ...]  # boundaries whose states were stored
     num_drafts: int = 0  # drafts made for the next step
+    finite: bool = True  # false: the logits hold NaN or infinities, so the tokens mean nothing
+    logprobs: tuple["TokenLogprobs", ...] = ()  # one per token, when some row of the step asked for them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
