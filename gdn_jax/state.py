@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from gdn_jax.config import ModelConfig
-from gdn_jax.kernels.anchors import AdvanceRows, PrefillRows
+from gdn_jax.kernels.anchors import AdvanceRows, AnyArray, PrefillRows
 from gdn_jax.kernels.gated_delta import DeltaInputs
 from gdn_jax.kernels.numerics import CHUNK
 
@@ -68,9 +68,9 @@ class ModelState:
 class PrefillBatch:
     """Packed spans of several sequences. Token ids of padding are any valid id."""
 
-    token_ids: Int[Array, "T"]
+    token_ids: Int[AnyArray, "T"]
     rows: PrefillRows
-    block_tables: Int[Array, "rows blocks"]
+    block_tables: Int[AnyArray, "rows blocks"]
 
 
 @jax.tree_util.register_dataclass
@@ -78,10 +78,10 @@ class PrefillBatch:
 class AdvanceBatch:
     """One window of new tokens per row. A padding row's lane lies past the last lane, so that its stores are dropped."""
 
-    token_ids: Int[Array, "rows T"]
+    token_ids: Int[AnyArray, "rows T"]
     rows: AdvanceRows
-    lane: Int[Array, "rows"]
-    block_tables: Int[Array, "rows blocks"]
+    lane: Int[AnyArray, "rows"]
+    block_tables: Int[AnyArray, "rows blocks"]
 
 
 def make_state(

@@ -13,11 +13,13 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from gdn_jax.kernels.numerics import CHUNK
 
 NULL_SLOT = 0
+AnyArray = Array | np.ndarray  # rows are built as NumPy arrays and become device arrays at the jit boundary
 
 
 @jax.tree_util.register_dataclass
@@ -39,12 +41,12 @@ class PrefillRows:
             beyond the row's end is not exported, whatever its entry says.
     """
 
-    offset: Int[Array, "rows"]
-    length: Int[Array, "rows"]
-    start: Int[Array, "rows"]
-    read_slot: Int[Array, "rows"]
-    write_slot: Int[Array, "rows"]
-    export_slot: Int[Array, "rows boundaries"]
+    offset: Int[AnyArray, "rows"]
+    length: Int[AnyArray, "rows"]
+    start: Int[AnyArray, "rows"]
+    read_slot: Int[AnyArray, "rows"]
+    write_slot: Int[AnyArray, "rows"]
+    export_slot: Int[AnyArray, "rows boundaries"]
 
     def row_of(self, num_tokens: int) -> tuple[Int[Array, "T"], Bool[Array, "T"]]:
         """Return each packed token's row, and whether any row owns it (the row of an unowned token is in range)."""
@@ -89,13 +91,13 @@ class AdvanceRows:
         num_new: new tokens to run, 0..T; 0 is a closing row.
     """
 
-    read_slot: Int[Array, "rows"]
-    write_slot: Int[Array, "rows"]
-    save_slot: Int[Array, "rows"]
-    save_at: Int[Array, "rows"]
-    folded: Int[Array, "rows"]
-    num_replay: Int[Array, "rows"]
-    num_new: Int[Array, "rows"]
+    read_slot: Int[AnyArray, "rows"]
+    write_slot: Int[AnyArray, "rows"]
+    save_slot: Int[AnyArray, "rows"]
+    save_at: Int[AnyArray, "rows"]
+    folded: Int[AnyArray, "rows"]
+    num_replay: Int[AnyArray, "rows"]
+    num_new: Int[AnyArray, "rows"]
 
     def saves(self) -> Bool[Array, "rows"]:
         """Return which rows store a state at `save_slot` in this call."""

@@ -181,7 +181,11 @@ class TellTaleRunner:
         pools = scheduler.holdings
         for name, slot in pools.checkpoints.names().items():
             state = self.slots.get(slot, ())
-            if not state or len(state) % self.block_size or not any(self._chain_end(state, s) == name for s in self.salts):
+            if (
+                not state
+                or len(state) % self.block_size
+                or not any(self._chain_end(state, s) == name for s in self.salts)
+            ):
                 raise TellTaleError(f"slot {slot} is published under a name that is not its content's: {state}")
         for name, block in pools.blocks.names().items():
             page = self.pages.get(block, {})

@@ -48,9 +48,7 @@ class CoreMachine(RuleBasedStateMachine):
         borders=st.lists(st.integers(0, 40), max_size=2),
     )
     def submit_fresh(self, prompt, max_tokens, stops, salt, priority, borders) -> None:
-        self._submit(
-            prompt, max_tokens, stops=stops, cache_salt=salt, priority=priority, turn_borders=tuple(borders)
-        )
+        self._submit(prompt, max_tokens, stops=stops, cache_salt=salt, priority=priority, turn_borders=tuple(borders))
 
     @rule(data=st.data(), tail=st.lists(st.integers(0, 1), max_size=5), max_tokens=st.integers(1, 12))
     def submit_follow_up(self, data, tail, max_tokens) -> None:
