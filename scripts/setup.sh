@@ -54,8 +54,11 @@ make_venv() {
         if [ -n "$without_venv" ]; then
             echo "setup: $without_venv cannot make virtual environments, since its modules venv and ensurepip are missing."
             echo "setup: on Debian or Ubuntu: apt install $("$without_venv" -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])')"
+        elif [ -n "${PYTHON:-}" ]; then
+            echo "setup: this project needs Python 3.12, 3.13 or 3.14, and PYTHON=$PYTHON is none of them."
+            echo "setup: unset PYTHON to have a fitting one looked for, or let it name one."
         else
-            echo "setup: this project needs Python 3.12, 3.13 or 3.14${PYTHON:+; PYTHON=$PYTHON is none of them}."
+            echo "setup: this project needs Python 3.12, 3.13 or 3.14."
             echo "setup: none was found as python3.12, python3.13, python3.14, python3 or python, in pyenv, or through uv."
             echo "setup: on Debian 13, Ubuntu 24.04 or newer: apt install python3 python3-venv"
             echo "setup: elsewhere: pyenv install 3.12, or install uv (https://docs.astral.sh/uv), and run this again."
@@ -81,7 +84,9 @@ echo "setup: installing gdn-jax${extras:+ with extras $extras} and $jax into $ve
 trap 'exit 130' INT TERM  # leaves the mark of an unfinished install behind
 rm -f "$venv"/.setup-*
 touch "$unfinished"
-if ! "$venv/bin/python" -m pip install --no-compile -e ".${extras:+[$extras]}" "$jax"; then
+# Of pip's report only the names pass, one line each as they are fetched; its errors and warnings go to stderr unchanged.
+if ! "$venv/bin/python" -m pip install --no-compile -e ".${extras:+[$extras]}" "$jax" |
+    sed -u -n -e 's/^Collecting \([^ ]*\).*/setup:   \1/p' -e 's/^Installing collected packages.*/setup: unpacking/p'; then
     rm -f "$unfinished"  # pip failed in an orderly way: what was there before still works
     echo "setup: the install failed; pip says why above. It needs a package index that can be reached." >&2
     exit 1
