@@ -59,6 +59,7 @@ class _Keys(ConfigKeys):
         self.family = family
 
     def size(self, key: str) -> int:
+        """Return a whole number, by default that of the family."""
         return self.integer(key, _DEFAULTS[key][(_NEXT, _DENSE, _MOE).index(self.family)])
 
 
