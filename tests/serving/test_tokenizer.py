@@ -6,7 +6,7 @@ from pathlib import Path
 from unicodedata import normalize
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles.byte_tokenizer import (
     ADDED,
@@ -116,11 +116,13 @@ def test_lone_surrogates_are_refused_with_their_place(tokenizer: Tokenizer, text
         tokenizer.encode(text)
 
 
+@settings(deadline=None)
 @given(text=st.text(alphabet=st.characters(exclude_categories=["Cs"])))
 def test_any_other_text_encodes_and_comes_back_normalized(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False) == normalize("NFC", text)
 
 
+@settings(deadline=None)
 @given(ids=st.lists(st.integers(0, NUM_TOKENS + 5)), skip=st.booleans())
 def test_the_bytes_of_the_tokens_join_to_the_decoded_text(tokenizer: Tokenizer, ids: list[int], *, skip: bool) -> None:
     kept = [token_id for token_id in ids if not (skip and tokenizer.is_special(token_id))]
