@@ -11,7 +11,7 @@ from pathlib import Path
 from gdn_jax.config_json import LINEAR_ATTENTION, read_fields, read_folder
 from gdn_jax.config_quantization import Fp8Quantization
 from gdn_jax.config_rope import YarnConfig
-from gdn_jax.errors import ConfigError
+from gdn_jax.errors import ConfigError, UnsupportedModelError
 
 __all__ = ["Fp8Quantization", "ModelConfig", "YarnConfig"]
 
@@ -65,10 +65,10 @@ class ModelConfig:
         rope_theta: base of the rotation.
         yarn: context extension; None without it.
         rms_norm_eps: of every RMS norm.
-        intermediate_size: width of a dense feed-forward layer; 0 where no layer is dense.
+        intermediate_size: width of a dense feed-forward layer; 0 where the config names none.
         is_moe_layer: whether the feed-forward part is a mixture of experts, per decoder layer.
         mtp_is_moe: the same for the MTP layer.
-        num_experts: routed experts; this and the next three are 0 where no layer has experts.
+        num_experts: routed experts; this and the next three are 0 where the family has none.
         num_experts_per_token: routed experts chosen for a token.
         moe_intermediate_size: width of a routed expert.
         shared_expert_intermediate_size: width of the shared expert.
@@ -116,7 +116,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        """Refuse sizes that contradict each other."""
+        """Refuse sizes that contradict each other, and more than one MTP layer."""
         for field, least in _MINIMA.items():
             if getattr(self, field) < least:
                 raise ConfigError(f"{_key(field)} must be at least {least}; got {getattr(self, field)}; correct it")
@@ -132,6 +132,11 @@ class ModelConfig:
             raise ConfigError(
                 "partial_rotary_factor must rotate an even number of a head's channels, 2 to head_dim; "
                 f"got {self.rotary_dim} of {self.head_dim}; correct one of the two"
+            )
+        if self.num_mtp_layers not in (0, 1):
+            raise UnsupportedModelError(
+                f"mtp_num_hidden_layers must be 0 or 1, as in every release; got {self.num_mtp_layers}; "
+                "use a model with one MTP layer or none"
             )
         self._check_feed_forward()
 

@@ -5,6 +5,7 @@ classes `Qwen3NextConfig`, `Qwen3_5TextConfig` and `Qwen3_5MoeTextConfig` of Hug
 """
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -69,8 +70,9 @@ def read_folder(folder: str | Path) -> dict[str, object]:
         UnsupportedModelError: the folder holds an adapter, or quantized weights that config.json does not mention.
     """
     path = Path(folder)
-    if not path.is_dir():
-        raise ConfigError(_no_folder_message(str(folder), path))
+    # os.path answers False where Path.is_dir raises (an overlong name); Path("") would be the working directory.
+    if not str(folder) or not os.path.isdir(path):
+        raise ConfigError(_no_folder_message(str(folder)))
     if (path / "adapter_config.json").exists():
         raise UnsupportedModelError(
             f"the model must be a whole model; {path} holds a LoRA adapter (adapter_config.json); "
@@ -109,11 +111,6 @@ def read_fields(raw: Mapping[str, object]) -> dict[str, object]:
     rope = read_rope(text)
     head_dim = text.size("head_dim")
     layer_types = _layer_types(text)
-    mtp_layers = text.size("mtp_num_hidden_layers")
-    if mtp_layers > 1:
-        raise UnsupportedModelError(
-            f"{text.path('mtp_num_hidden_layers')} must be 0 or 1; got {mtp_layers}; no release has more"
-        )
     return {
         "model_type": text.family,
         "vocab_size": text.size("vocab_size"),
@@ -132,11 +129,11 @@ def read_fields(raw: Mapping[str, object]) -> dict[str, object]:
         "rope_theta": rope.theta,
         "yarn": rope.yarn,
         "rms_norm_eps": text.number("rms_norm_eps", 1e-6),
-        **_feed_forward(text, len(layer_types), has_mtp=mtp_layers > 0),
+        **_feed_forward(text, len(layer_types)),
         # A nested config also carries the key inside; the outer one is what the published weights follow.
         "tie_word_embeddings": outer.flag("tie_word_embeddings", default=False),
         "max_position_embeddings": text.size("max_position_embeddings"),
-        "num_mtp_layers": mtp_layers,
+        "num_mtp_layers": text.size("mtp_num_hidden_layers"),
         "dtype": _dtype(text, outer),
         "state_dtype": _dtype_name(text, "mamba_ssm_dtype", "float32"),
         "quantization": _quantization(text, outer),
@@ -144,18 +141,16 @@ def read_fields(raw: Mapping[str, object]) -> dict[str, object]:
     }
 
 
-def _no_folder_message(name: str, path: Path) -> str:
-    rule = f"a model must be given as a local folder; {name!r} is "
-    if path.exists():
-        return f"{rule}a file; give the folder that holds it"
-    if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name):
-        return (
-            f"{rule}none, and names on a hub are not looked up; download it first "
-            f"(huggingface-cli download {name} --local-dir {name.split('/')[1]}) and give that folder"
-        )
+def _no_folder_message(name: str) -> str:
+    if name and os.path.exists(name):
+        return f"a model must be given as a folder; {name!r} is a file; give the folder that holds it"
+    # What has the form owner/name may be a mistyped path as well as a name on a hub.
+    hub_name = name if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name) else "OWNER/NAME"
+    target = hub_name.split("/")[1]
     return (
-        f"{rule}not there; check the path, or download the model first "
-        "(huggingface-cli download NAME --local-dir FOLDER)"
+        f"a model must be given as a local folder, names on a hub are not looked up; there is no folder {name!r}; "
+        f"check the path, or download the model first (huggingface-cli download {hub_name} --local-dir {target}, "
+        f"or hf download in newer versions) and give {target}"
     )
 
 
@@ -231,7 +226,7 @@ def _layer_types(text: _Keys) -> tuple[str, ...]:
     return tuple(FULL_ATTENTION if (index + 1) % interval == 0 else LINEAR_ATTENTION for index in range(count))
 
 
-def _feed_forward(text: _Keys, num_layers: int, *, has_mtp: bool) -> dict[str, object]:
+def _feed_forward(text: _Keys, num_layers: int) -> dict[str, object]:
     experts = 0 if text.family == _DENSE else text.size("num_experts")
     is_moe = (experts > 0,) * num_layers
     if text.family == _NEXT:
@@ -240,17 +235,14 @@ def _feed_forward(text: _Keys, num_layers: int, *, has_mtp: bool) -> dict[str, o
             raise ConfigError(f"{text.path('decoder_sparse_step')} must be at least 1; got {step}; correct it")
         is_moe = tuple(experts > 0 and i not in dense and (i + 1) % step == 0 for i in range(num_layers))
     # No key says what the MTP layer is: it follows the first layer.
-    mtp_is_moe = is_moe[0] if is_moe else False
-    kinds = {*is_moe, *([mtp_is_moe] if has_mtp else [])}
-    used = int(True in kinds)
     return {
         "is_moe_layer": is_moe,
-        "mtp_is_moe": mtp_is_moe,
-        "intermediate_size": text.size("intermediate_size") if False in kinds else 0,
-        "num_experts": used * experts,
-        "num_experts_per_token": used * text.size("num_experts_per_tok"),
-        "moe_intermediate_size": used * text.size("moe_intermediate_size"),
-        "shared_expert_intermediate_size": used * text.size("shared_expert_intermediate_size"),
+        "mtp_is_moe": is_moe[:1] == (True,),
+        "intermediate_size": text.size("intermediate_size"),
+        "num_experts": experts,
+        "num_experts_per_token": text.size("num_experts_per_tok"),
+        "moe_intermediate_size": text.size("moe_intermediate_size"),
+        "shared_expert_intermediate_size": text.size("shared_expert_intermediate_size"),
         "norm_topk_prob": text.flag("norm_topk_prob", default=True) if text.family == _NEXT else True,
     }
 

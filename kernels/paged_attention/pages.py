@@ -5,6 +5,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from gdn_jax.kernels.numerics import CHUNK
 
+NULL_PAGE = 0  # padding may name it; nothing is stored there and nothing reads it
+
 
 def token_slots(
     block_tables: Int[Array, "rows blocks"],

@@ -1,0 +1,128 @@
+"""Full attention with an output gate, over KV pages.
+
+    [q | gate] per head = x W_q^T;   q = rope(norm(q)), k = rope(norm(x W_k^T)), v = x W_v^T
+    o = softmax(q k^T / sqrt(D), causal) v;   y = (o * sigmoid(gate)) W_o^T
+
+The output gate is that of Qiu et al. 2025 (arXiv:2505.06708), elementwise and per head; it takes no norm and no
+rotation, and stands in W_q interleaved per head: D rows of query, then D rows of gate. The layer owns no cache: pages
+come in and go out.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from gdn_jax.config import ModelConfig
+from gdn_jax.kernels.dispatch import Implementation
+from gdn_jax.kernels.paged_attention import (
+    paged_attention_advance,
+    paged_attention_prefill,
+    token_slots,
+    write_pages,
+)
+from gdn_jax.linear import Linear
+from gdn_jax.norm import RMSNorm
+from gdn_jax.rope import inverse_frequencies, rotate
+from gdn_jax.state import AdvanceBatch, KVPages, PrefillBatch
+
+
+class GatedAttention(nnx.Module):
+    """One full-attention mixer."""
+
+    def __init__(
+        self, config: ModelConfig, *, dtype: jnp.dtype, implementation: Implementation, rngs: nnx.Rngs
+    ) -> None:
+        """Create the parameters of one layer.
+
+        Args:
+            config: the model.
+            dtype: parameters and activations.
+            implementation: which kernels compute it.
+            rngs: source of the initial values.
+        """
+        hidden, width, eps = config.hidden_size, config.head_dim, config.rms_norm_eps
+        self.config = config
+        self.implementation = implementation
+        self.q_proj = Linear(hidden, 2 * config.num_attention_heads * width, dtype=dtype, rngs=rngs)
+        self.k_proj = Linear(hidden, config.num_kv_heads * width, dtype=dtype, rngs=rngs)
+        self.v_proj = Linear(hidden, config.num_kv_heads * width, dtype=dtype, rngs=rngs)
+        self.o_proj = Linear(config.num_attention_heads * width, hidden, dtype=dtype, rngs=rngs)
+        self.q_norm = RMSNorm(width, eps=eps, dtype=dtype)
+        self.k_norm = RMSNorm(width, eps=eps, dtype=dtype)
+
+    def prefill(
+        self, x: Float[Array, "T H"], pages: KVPages, batch: PrefillBatch, *, rope_offset: int = 0, first_key: int = 0
+    ) -> tuple[Float[Array, "T H"], KVPages]:
+        """Store the keys and values of packed spans, and attend to all keys of their sequences.
+
+        Args:
+            x: layer input, after its norm.
+            pages: keys and values of this layer.
+            batch: packing and block tables.
+            rope_offset: added to a token's position for the rotation only; the slot it is stored at does not move.
+            first_key: keys before this position do not exist.
+
+        Returns:
+            The mixer's output, zeros for tokens that no row owns, and the pages.
+        """
+        row, owned = batch.rows.row_of(x.shape[0])
+        position = batch.rows.positions(x.shape[0])
+        slot = token_slots(batch.block_tables, row, position, owned)
+        q, gate, pages = self._enter(x, pages, position + rope_offset, slot)
+        out = paged_attention_prefill(
+            q,
+            pages.k,
+            pages.v,
+            batch.block_tables,
+            batch.rows,
+            first_key=first_key,
+            implementation=self.implementation,
+        )
+        return self._leave(out, gate), pages
+
+    def advance(
+        self,
+        x: Float[Array, "rows T H"],
+        pages: KVPages,
+        batch: AdvanceBatch,
+        *,
+        rope_offset: int = 0,
+        first_key: int = 0,
+    ) -> tuple[Float[Array, "rows T H"], KVPages]:
+        """Store and attend for one window of new tokens per row; as `prefill`."""
+        window = x.shape[1]
+        position = batch.rows.positions(window)
+        row = jnp.broadcast_to(jnp.arange(x.shape[0], dtype=jnp.int32)[:, None], position.shape)
+        slot = token_slots(batch.block_tables, row, position, batch.rows.is_new(window))
+        q, gate, pages = self._enter(x, pages, position + rope_offset, slot)
+        out = paged_attention_advance(
+            q,
+            pages.k,
+            pages.v,
+            batch.block_tables,
+            batch.rows,
+            first_key=first_key,
+            implementation=self.implementation,
+        )
+        return self._leave(out, gate), pages
+
+    def _enter(
+        self, x: Float[Array, "*tokens H"], pages: KVPages, position: Int[Array, "*tokens"], slot: Int[Array, "*tokens"]
+    ) -> tuple[Float[Array, "*tokens Hq D"], Float[Array, "*tokens Hq D"], KVPages]:
+        """Return queries, gates, and the pages with the tokens' keys and values at their slots."""
+        lead, width = x.shape[:-1], self.config.head_dim
+        q, gate = jnp.split(self.q_proj(x).reshape(*lead, -1, 2 * width), 2, axis=-1)
+        k = self.k_proj(x).reshape(*lead, -1, width)
+        v = self.v_proj(x).reshape(*lead, -1, width)
+        inv_freq, scale = inverse_frequencies(self.config)
+        q = rotate(self.q_norm(q), position, inv_freq, scale)
+        k = rotate(self.k_norm(k), position, inv_freq, scale)
+        return q, gate, KVPages(k=write_pages(pages.k, k, slot), v=write_pages(pages.v, v, slot))
+
+    def _leave(
+        self, out: Float[Array, "*tokens Hq D"], gate: Float[Array, "*tokens Hq D"]
+    ) -> Float[Array, "*tokens H"]:
+        """Gate in float32, and project."""
+        gated = out.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32))
+        return self.o_proj(gated.astype(out.dtype).reshape(*out.shape[:-2], -1))

@@ -1,0 +1,57 @@
+"""Linear layers and embeddings: weights as stored, `[out, in]`, no bias.
+
+y = x W^T, products in x's dtype, summed in float32, rounded once to x's dtype
+"""
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from gdn_jax.kernels.numerics import einsum
+
+
+def normal_weight(shape: tuple[int, ...], *, fan_in: int, dtype: jnp.dtype, rngs: nnx.Rngs) -> nnx.Param:
+    """Return a parameter of normal values with deviation fan_in^-0.5, so that unit inputs give unit outputs."""
+    return nnx.Param(nnx.initializers.normal(fan_in**-0.5)(rngs.params(), shape, dtype))
+
+
+class Linear(nnx.Module):
+    """A product with one matrix `weight` `[out, in]`."""
+
+    def __init__(self, in_features: int, out_features: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        """Create the weight.
+
+        Args:
+            in_features: width of the input.
+            out_features: width of the output.
+            dtype: of the weight; inputs have the same.
+            rngs: source of the initial values.
+        """
+        self.weight = normal_weight((out_features, in_features), fan_in=in_features, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "*tokens in"]) -> Float[Array, "*tokens out"]:
+        """Return the product in x's dtype."""
+        return einsum("...i,oi->...o", x, self.weight[...]).astype(x.dtype)
+
+    def in_float32(self, x: Float[Array, "*tokens in"]) -> Float[Array, "*tokens out"]:
+        """Return the product of float32 operands, not rounded: for the few outputs that choose or scale others."""
+        return einsum("...i,oi->...o", x.astype(jnp.float32), self.weight[...].astype(jnp.float32))
+
+
+class Embedding(nnx.Module):
+    """A table `weight` `[num, width]` of one vector per token id; also the output matrix of tied models."""
+
+    def __init__(self, num: int, width: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        """Create the table.
+
+        Args:
+            num: vectors, one per token id.
+            width: width of a vector.
+            dtype: of the table, and so of what it returns.
+            rngs: source of the initial values.
+        """
+        self.weight = normal_weight((num, width), fan_in=width, dtype=dtype, rngs=rngs)
+
+    def __call__(self, token_ids: Int[Array, "*tokens"]) -> Float[Array, "*tokens width"]:
+        """Return the vectors of token ids, which must be in range: others give NaN."""
+        return self.weight[...].at[token_ids].get(mode="fill", fill_value=jnp.nan)
