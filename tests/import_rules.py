@@ -29,30 +29,29 @@ def _rule(ours: str = "", others: str = "", never: str = "") -> Rule:
     return Rule(ours=frozenset(ours.split()), others=frozenset(others.split()), never=frozenset(never.split()))
 
 
-_CORE_NEVER = (
-    """asyncio concurrent datetime multiprocessing random secrets select selectors socket threading time uuid"""
-)
-_ENGINE = "serving.core serving.runner serving.text serving.config serving.metrics"
+_CORE_NEVER = "asyncio concurrent datetime multiprocessing random secrets select selectors socket threading time uuid"
+_STEP = "serving.core serving.runner serving.text serving.config serving.metrics"  # what one engine step is made of
+_API = "serving.sampling_params serving.outputs"  # values that callers hold
 
 RULES = {
     "kernels": _rule(others="jax numpy jaxtyping"),
     "model": _rule("kernels", "jax flax numpy ml_dtypes safetensors jaxtyping"),
     "serving": _rule(),  # serving/__init__.py alone: every other module of serving needs a row of its own
     "serving.core": _rule(never=_CORE_NEVER),  # no clock, no randomness, no threads, no network
-    "serving.runner": _rule("model kernels serving.core.plan serving.core.errors", "jax numpy jaxtyping"),
-    "serving.text": _rule("serving.core.errors", "tokenizers jinja2 msgspec"),
+    "serving.runner": _rule("model kernels serving.core.plan serving.core.errors", "jax flax numpy jaxtyping"),
+    "serving.text": _rule("serving.core.errors", "tokenizers jinja2"),
     "serving.config": _rule(),
     "serving.metrics": _rule(),
     "serving.sampling_params": _rule("serving.core.errors"),
     "serving.outputs": _rule("serving.core.errors"),
-    "serving.engine": _rule(_ENGINE),
-    "serving.async_engine": _rule(f"{_ENGINE} serving.engine"),
-    "serving.http": _rule("serving.async_engine serving.core.errors", "starlette uvicorn msgspec"),
-    "serving.llm": _rule(
-        f"{_ENGINE} model kernels serving.engine serving.async_engine serving.outputs serving.sampling_params",
-        "jax numpy tqdm",
-    ),
-    "serving.__main__": _rule(f"{_ENGINE} model kernels serving.http serving.llm serving.sampling_params", "tqdm tyro"),
+    "serving.cut": _rule("serving.core serving.text serving.sampling_params"),
+    "serving.engine": _rule(f"{_STEP} serving.cut serving.sampling_params"),
+    "serving.async_engine": _rule(f"{_STEP} {_API} serving.engine serving.collector"),
+    "serving.collector": _rule(f"{_API} serving.core serving.text serving.engine"),
+    "serving.startup": _rule(f"{_STEP} model kernels serving.engine", "jax tqdm"),
+    "serving.llm": _rule(f"{_STEP} {_API} serving.engine serving.collector serving.startup", "tqdm"),
+    "serving.http": _rule(f"{_API} serving.async_engine serving.core.errors", "starlette uvicorn msgspec"),
+    "serving.__main__": _rule(f"{_STEP} {_API} model kernels serving.llm serving.startup serving.http", "tqdm tyro"),
 }
 
 
