@@ -37,7 +37,7 @@ class CheckpointSizes:
     vocab_size: int = 320
     hidden_size: int = 64
     num_hidden_layers: int = 4
-    layer_types: tuple[str, ...] | None = None  # None: derived from the interval
+    layer_types: tuple[str, ...] | None = None  # sets num_hidden_layers too; None: derived from the interval
     full_attention_interval: int = 4
     num_attention_heads: int = 4
     num_key_value_heads: int = 2
@@ -110,10 +110,10 @@ def resolve(family: str, overrides: dict[str, Any]) -> tuple[str, CheckpointSize
     if base in ("next-moe", "next-dense"):
         defaults["fused_experts"] = False
     sizes = replace(CheckpointSizes(), **(defaults | overrides))
+    if sizes.layer_types is not None:
+        sizes = replace(sizes, num_hidden_layers=len(sizes.layer_types))
     if base == "next-dense" and "mlp_only_layers" not in overrides:
         sizes = replace(sizes, mlp_only_layers=tuple(range(sizes.num_hidden_layers)))
-    if sizes.layer_types is not None and len(sizes.layer_types) != sizes.num_hidden_layers:
-        sizes = replace(sizes, num_hidden_layers=len(sizes.layer_types))
     if sizes.linear_num_value_heads % sizes.linear_num_key_heads:
         raise ValueError(
             f"linear_num_value_heads must be a multiple of linear_num_key_heads, got "

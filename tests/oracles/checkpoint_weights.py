@@ -106,7 +106,7 @@ def _layer(
         for name in ("input_layernorm", "post_attention_layernorm")
     }
     mixer = _gated_delta_net if kind == "linear_attention" else _attention
-    for name, array in {**mixer(draws, prefix, sizes, stream_std)}.items():
+    for name, array in mixer(draws, prefix, sizes, stream_std).items():
         tensors[prefix + name] = array
     for name, array in (_moe if moe else _dense)(draws, f"{prefix}mlp.", sizes, stream_std).items():
         tensors[f"{prefix}mlp.{name}"] = array
@@ -213,8 +213,8 @@ def quantize(weight: np.ndarray, block: tuple[int, int]) -> tuple[np.ndarray, np
     """Return `weight` [out, in] as float8_e4m3fn and the bfloat16 multiplier of each block."""
     largest = float(ml_dtypes.finfo(ml_dtypes.float8_e4m3fn).max)
     row, column = (np.arange(length) // size for length, size in zip(weight.shape, block, strict=True))
-    scale = np.zeros((row[-1] + 1, column[-1] + 1))
-    np.maximum.at(scale, (row[:, None], column[None, :]), np.abs(weight))
+    scale = np.maximum.reduceat(np.abs(weight), range(0, weight.shape[0], block[0]), axis=0)
+    scale = np.maximum.reduceat(scale, range(0, weight.shape[1], block[1]), axis=1)
     scale = np.where(scale > 0, scale / largest, 1.0).astype(ml_dtypes.bfloat16)
     ratio = weight / scale.astype(np.float64)[row][:, column]
     # A scale that was rounded down leaves a value above the largest one, which would be stored as NaN.

@@ -28,13 +28,15 @@ class OracleModel:
         self.has_mtp = "mtp.fc.weight" in self.weights
         self.smallest_router_gap = float("inf")
 
-    def _under(self, prefix: str) -> dict[str, np.ndarray]:
+    def under(self, prefix: str) -> dict[str, np.ndarray]:
+        """Return the weights whose name starts with `prefix`, under the rest of their names."""
         return {name.removeprefix(prefix): w for name, w in self.weights.items() if name.startswith(prefix)}
 
     def _norm(self, x: np.ndarray, name: str) -> np.ndarray:
         return rms_norm(x, self.weights[name], self.sizes.eps)
 
-    def _empty_attention(self) -> Memory:
+    def empty_attention(self) -> Memory:
+        """Return the memory of an attention layer, also that of MTP, before any token."""
         shape = (self.sizes.num_kv_heads, 0, self.sizes.head_dim)
         return np.zeros(shape), np.zeros(shape)
 
@@ -46,7 +48,7 @@ class OracleModel:
             np.zeros((s.num_value_heads, s.key_dim, s.value_dim)),
             np.zeros((channels, s.conv_kernel - 1)),
         )
-        return [zero_state if kind == "linear_attention" else self._empty_attention() for kind in s.layer_types]
+        return [zero_state if kind == "linear_attention" else self.empty_attention() for kind in s.layer_types]
 
     def _layer(
         self, x: np.ndarray, prefix: str, kind: str, memory: Memory
@@ -54,10 +56,10 @@ class OracleModel:
         """Run one decoder layer; return mixer output, feed-forward output, residual stream, new memory."""
         mixer, name = (gated_delta_net, "linear_attn.") if kind == "linear_attention" else (attention, "self_attn.")
         normed = self._norm(x, f"{prefix}input_layernorm.weight")
-        mixed, memory = mixer(normed, self._under(prefix + name), self.sizes, memory)
+        mixed, memory = mixer(normed, self.under(prefix + name), self.sizes, memory)
         x = x + mixed
         normed = self._norm(x, f"{prefix}post_attention_layernorm.weight")
-        fed, gap = feed_forward(normed, self._under(f"{prefix}mlp."), self.sizes)
+        fed, gap = feed_forward(normed, self.under(f"{prefix}mlp."), self.sizes)
         self.smallest_router_gap = min(self.smallest_router_gap, gap)
         return mixed, fed, x + fed, memory
 
@@ -138,7 +140,7 @@ class OracleModel:
 
     def mtp(self, hidden: np.ndarray, next_ids: Ids) -> tuple[np.ndarray, np.ndarray]:
         """Return the MTP states [T, H] of a whole prompt and their logits [T, V], which guess the token after next."""
-        m, _ = self.advance_mtp(np.asarray(hidden, np.float64), next_ids, self._empty_attention())
+        m, _ = self.advance_mtp(np.asarray(hidden, np.float64), next_ids, self.empty_attention())
         return m, m @ self.head.T
 
     def draft(self, hidden: np.ndarray, next_ids: Ids, memory: Memory, k: int) -> tuple[list[int], np.ndarray, Memory]:
@@ -161,7 +163,7 @@ class OracleModel:
         hidden, cache = self.advance(ids, self.empty_cache())
         tokens = [int((hidden[-1] @ self.head.T).argmax())]
         next_ids = [*np.asarray(ids)[1:].tolist(), tokens[-1]]
-        memory = self._empty_attention()
+        memory = self.empty_attention()
         drafts: list[list[int]] = []
         accepted: list[int] = []
         rows: list[np.ndarray] = []
