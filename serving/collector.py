@@ -6,6 +6,7 @@ from gdn_jax.serving.core.plan import TokenLogprobs
 from gdn_jax.serving.core.request import FinishReason
 from gdn_jax.serving.engine import EngineOutput
 from gdn_jax.serving.outputs import CompletionOutput, PositionLogprobs, RequestOutput, position_logprobs
+from gdn_jax.serving.prompts import EncodedPrompt
 from gdn_jax.serving.sampling_params import SamplingParams
 from gdn_jax.serving.text.tokenizer import Tokenizer
 
@@ -26,26 +27,18 @@ class Collector:
     """Gathers the outputs of one prompt's completions by request id."""
 
     def __init__(
-        self,
-        request_id: str,
-        names: Sequence[str],
-        prompt: str | None,
-        prompt_ids: list[int],
-        params: SamplingParams,
-        tokenizer: Tokenizer,
+        self, names: Sequence[str], prompt: EncodedPrompt, params: SamplingParams, tokenizer: Tokenizer
     ) -> None:
         """Start with nothing.
 
         Args:
-            request_id: of the whole.
-            names: ids of its completions, in order.
-            prompt: its text, if it came as text.
-            prompt_ids: its tokens.
-            params: what it asked for.
+            names: ids of its completions, in order; the first is the name of the whole.
+            prompt: what was asked.
+            params: how.
             tokenizer: makes the text of alternatives.
         """
         self.names = tuple(names)
-        self._request_id, self._prompt, self._prompt_ids = request_id, prompt, prompt_ids
+        self._prompt = prompt
         self._params, self._tokenizer = params, tokenizer
         self._completions = {name: _Completion() for name in names}
         self._num_cached = 0
@@ -84,9 +77,9 @@ class Collector:
         """Return what there is so far."""
         wants = self._params.logprobs is not None
         return RequestOutput(
-            request_id=self._request_id,
-            prompt=self._prompt,
-            prompt_token_ids=list(self._prompt_ids),
+            request_id=self.names[0],
+            prompt=self._prompt.text,
+            prompt_token_ids=list(self._prompt.token_ids),
             outputs=[
                 CompletionOutput(
                     index=index,

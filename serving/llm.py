@@ -1,30 +1,28 @@
 """LLM: the Python API, shaped so that a vLLM script ports by changing its import."""
 
-import itertools
-import logging
 from collections.abc import Iterator, Mapping, Sequence
+from typing import cast
 
 from tqdm import tqdm
 
 from gdn_jax.serving.collector import Collector
 from gdn_jax.serving.config import EngineConfig
-from gdn_jax.serving.core.errors import InvalidParameterError, InvalidPromptError, PromptTooLongError
+from gdn_jax.serving.core.errors import InvalidParameterError, PromptTooLongError
 from gdn_jax.serving.engine import EngineStats
 from gdn_jax.serving.outputs import RequestOutput
+from gdn_jax.serving.prompts import EncodedPrompt, Prompt, PromptReader, as_prompts
 from gdn_jax.serving.runner.sampling import derive_seed, sibling_seed
 from gdn_jax.serving.sampling_params import SamplingParams
 from gdn_jax.serving.startup import build_engine
+from gdn_jax.serving.text.tokenizer import Tokenizer
 
-_LOG = logging.getLogger(__name__)
-
-Prompt = str | Sequence[int] | Mapping[str, object]
 Message = Mapping[str, object]
 
 
 class LLM:
     """A model with its engine in this process.
 
-    Not safe for use by several threads at once; `AsyncLLM` is.
+    Not safe for use by several threads at once.
     """
 
     def __init__(self, model: str, **settings: object) -> None:
@@ -39,20 +37,24 @@ class LLM:
             TypeError: an unknown setting.
             ValueError: a setting out of range, or a model that cannot be loaded; subclasses say which.
         """
-        show = settings.pop("use_tqdm", True)
+        show = bool(settings.pop("use_tqdm", True))
         self.config = EngineConfig.from_arguments(model, settings)
-        parts = build_engine(self.config, show_progress=bool(show))
-        self._engine = parts.engine
-        self._tokenizer, self._template = parts.tokenizer, parts.chat_template
-        self._defaults = parts.defaults
+        parts = build_engine(self.config, show_progress=show)
+        self._engine, self._tokenizer, self._defaults = parts.engine, parts.tokenizer, parts.defaults
+        self._reader = PromptReader(parts.tokenizer, parts.chat_template, parts.model_config.vocab_size)
         self.model_config = parts.model_config
         self.max_model_len = parts.memory.max_model_len
         self._num_requests = 0
         self._num_seedless = 0
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return what `generation_config.json` recommends; `generate` uses it when given no parameters."""
-        return SamplingParams(**self._defaults.sampling())
+        """Return what `generation_config.json` recommends; used where a call brings no parameters."""
+        found = self._defaults
+        return SamplingParams(temperature=found.temperature, top_p=found.top_p, top_k=found.top_k, min_p=found.min_p)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer: `encode(text)`, `decode(ids)`."""
+        return self._tokenizer
 
     def generate(
         self,
@@ -75,15 +77,8 @@ class LLM:
         Raises:
             RequestError: a prompt or parameter cannot be served; nothing of the call is run then.
         """
-        listed = _as_list(prompts)
-        params = self._params_for(listed, sampling_params)
-        if priority is not None and len(priority) != len(listed):
-            raise InvalidParameterError(
-                f"priority must have one entry per prompt ({len(listed)}); got {len(priority)}", parameter="priority"
-            )
-        encoded = [self._encode(prompt) for prompt in listed]
-        collectors = self._submit(encoded, params, priority or [0] * len(listed), cache_salt)
-        return self._finish(collectors, use_tqdm=use_tqdm)
+        encoded = [self._reader.read(prompt) for prompt in as_prompts(prompts)]
+        return self._run(encoded, sampling_params, priority, cache_salt, use_tqdm=use_tqdm)
 
     def chat(
         self,
@@ -91,10 +86,8 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
-        tools: Sequence[Mapping[str, object]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        chat_template_kwargs: Mapping[str, object] | None = None,
+        cache_salt: str = "",
+        **template: object,
     ) -> list[RequestOutput]:
         """Answer conversations, rendered with the model's own chat template.
 
@@ -102,37 +95,42 @@ class LLM:
             messages: one conversation, or a list of them.
             sampling_params: as for `generate`.
             use_tqdm: show a progress bar.
-            tools: function schemas that the template lists.
-            add_generation_prompt: open an assistant turn at the end.
-            continue_final_message: leave the last message open instead, for the model to go on.
-            chat_template_kwargs: extra names for the template, such as enable_thinking.
+            cache_salt: as for `generate`.
+            template: `tools` (function schemas), `add_generation_prompt` (default True), `continue_final_message`
+                (default False), `chat_template_kwargs` (extra names for the template, such as enable_thinking).
 
         Raises:
-            RequestError: as for `generate`; also messages or tools the template cannot take.
+            RequestError: as for `generate`; also messages, tools or options that the template cannot take.
         """
-        conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages
-        prompts = [
-            self._template.render(
-                conversation,
-                tools=tools,
-                add_generation_prompt=add_generation_prompt and not continue_final_message,
-                continue_final_message=continue_final_message,
-                **(chat_template_kwargs or {}),
-            )
-            for conversation in conversations
-        ]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        listed = list(messages)
+        several = bool(listed) and not isinstance(listed[0], Mapping)
+        conversations = cast("list[object]", listed if several else [listed])
+        encoded = [self._reader.render(conversation, **template) for conversation in conversations]
+        return self._run(encoded, sampling_params, None, cache_salt, use_tqdm=use_tqdm)
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, cache_salt: str = ""
     ) -> Iterator[RequestOutput]:
         """Complete one prompt, yielding after every step that brought something; each output holds all there is so far.
 
-        Leaving the iteration early aborts the request.
+        The request starts with the call, not with the first item. Leaving the iteration early aborts it.
         """
-        params = self._params_for([prompt], sampling_params)
-        (collector,) = self._submit([self._encode(prompt)], params, [0], cache_salt)
-        yield from self._stream(collector)
+        params = self._params_for(1, sampling_params)
+        (collector,) = self._submit([self._reader.read(prompt)], params, [0], cache_salt)
+        return self._stream(collector)
+
+    def stream_chat(
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        cache_salt: str = "",
+        **template: object,
+    ) -> Iterator[RequestOutput]:
+        """Answer one conversation as `stream` completes a prompt; `template` as for `chat`."""
+        params = self._params_for(1, sampling_params)
+        (collector,) = self._submit([self._reader.render(list(messages), **template)], params, [0], cache_salt)
+        return self._stream(collector)
 
     def stats(self) -> EngineStats:
         """Return counts since start and gauges now."""
@@ -142,157 +140,114 @@ class LLM:
         """Forget every cached prefix."""
         self._engine.reset_prefix_cache()
 
-    def get_tokenizer(self) -> object:
-        """Return the tokenizer: `encode(text)`, `decode(ids)`."""
-        return self._tokenizer
+    def _run(
+        self,
+        prompts: Sequence[EncodedPrompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: Sequence[int] | None,
+        cache_salt: str,
+        *,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        if priority is not None and len(priority) != len(prompts):
+            raise InvalidParameterError(
+                f"priority must have one entry per prompt ({len(prompts)}); got {len(priority)}", parameter="priority"
+            )
+        params = self._params_for(len(prompts), sampling_params)
+        collectors = self._submit(prompts, params, priority or [0] * len(prompts), cache_salt)
+        by_name = {name: collector for collector in collectors for name in collector.names}
+        with tqdm(total=len(collectors), desc="prompts", disable=not use_tqdm, leave=False) as bar:
+            try:
+                while self._engine.has_work:
+                    for output in self._engine.step():
+                        if (collector := by_name.get(output.request_id)) is not None:
+                            collector.take(output)
+                            bar.update(collector.just_finished())
+            except BaseException:
+                self._abort(by_name)
+                raise
+        return [collector.output() for collector in collectors]
 
     def _params_for(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+        self, num_prompts: int, params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[SamplingParams]:
         if params is None:
             params = self.get_default_sampling_params()
         if isinstance(params, SamplingParams):
-            return [params] * len(prompts)
-        if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
+            return [params] * num_prompts
+        if not isinstance(params, list | tuple) or not all(isinstance(one, SamplingParams) for one in params):
             raise InvalidParameterError(
                 f"sampling_params must be SamplingParams, a list of them, or None; got {type(params).__name__}",
                 parameter="sampling_params",
             )
-        if len(params) != len(prompts):
+        if len(params) != num_prompts:
             raise InvalidParameterError(
-                f"sampling_params must have one entry per prompt ({len(prompts)}); got {len(params)}",
+                f"sampling_params must have one entry per prompt ({num_prompts}); got {len(params)}",
                 parameter="sampling_params",
             )
         return list(params)
 
-    def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """Return a prompt's text, if it has one, and its token ids, checked."""
-        if isinstance(prompt, Mapping):
-            known = [key for key in ("prompt_token_ids", "prompt") if prompt.get(key) is not None]
-            if len(known) != 1 or set(prompt) - {"prompt", "prompt_token_ids"}:
-                raise InvalidPromptError(
-                    f"a prompt dict must have exactly one of 'prompt' and 'prompt_token_ids'; got {sorted(prompt)}",
-                    parameter="prompt",
-                )
-            prompt = prompt[known[0]]  # pyright: ignore[reportAssignmentType] - checked below
-        if isinstance(prompt, str):
-            ids, text = self._tokenizer.encode(prompt), prompt
-        else:
-            ids, text = _check_ids(prompt, self.model_config.vocab_size), None
-        if not ids:
-            raise InvalidPromptError("a prompt must have at least one token; got an empty one", parameter="prompt")
-        return text, ids
-
-    def _max_tokens(self, params: SamplingParams, num_prompt: int) -> int:
-        room = self.max_model_len - num_prompt
-        if room < 1:
-            raise PromptTooLongError(
-                f"a prompt must leave room for at least one token of max_model_len ({self.max_model_len}); got "
-                f"{num_prompt} tokens; shorten it or raise max_model_len",
-                parameter="prompt",
-            )
-        return room if params.max_tokens is None else params.max_tokens
-
     def _submit(
         self,
-        prompts: Sequence[tuple[str | None, list[int]]],
+        prompts: Sequence[EncodedPrompt],
         params: Sequence[SamplingParams],
         priorities: Sequence[int],
         cache_salt: str,
     ) -> list[Collector]:
         """Queue all prompts, or none of them."""
         collectors: list[Collector] = []
-        added: list[str] = []
         try:
-            for (text, ids), one, priority in zip(prompts, params, priorities, strict=True):
-                name = str(self._num_requests)
-                self._num_requests += 1
-                seed = self._seed(one)
-                max_tokens = self._max_tokens(one, len(ids))
+            for prompt, one, priority in zip(prompts, params, priorities, strict=True):
+                name, self._num_requests = str(self._num_requests), self._num_requests + 1
                 names = [name if index == 0 else f"{name}-{index}" for index in range(one.n)]
+                collectors.append(Collector(names, prompt, one, self._tokenizer))
+                seed, max_tokens = self._seed(one), self._max_tokens(one, len(prompt.token_ids))
                 for index, completion in enumerate(names):
                     self._engine.add(
                         completion,
-                        ids,
+                        prompt.token_ids,
                         one,
                         seed=sibling_seed(seed, index),
                         max_tokens=max_tokens,
                         priority=priority,
+                        turn_borders=prompt.turn_borders,
                         cache_salt=cache_salt,
-                        leader=names[0] if index else None,
+                        leader=name if index else None,
                     )
-                    added.append(completion)
-                collectors.append(Collector(name, names, text, ids, one, self._tokenizer))
         except BaseException:
-            for name in added:
-                self._engine.abort(name)
+            self._abort(name for collector in collectors for name in collector.names)
             raise
         return collectors
 
     def _seed(self, params: SamplingParams) -> int:
         if params.seed is not None:
-            return params.seed % 2**64
+            return params.seed
         self._num_seedless += 1
         return derive_seed(self.config.seed, self._num_seedless - 1)
 
-    def _finish(self, collectors: Sequence[Collector], *, use_tqdm: bool) -> list[RequestOutput]:
-        by_name = {name: collector for collector in collectors for name in collector.names}
-        with tqdm(total=len(collectors), desc="prompts", disable=not use_tqdm, leave=False) as bar:
-            try:
-                while self._engine.has_work:
-                    for output in self._engine.step():
-                        collector = by_name[output.request_id]
-                        collector.take(output)
-                        bar.update(collector.just_finished())
-            except BaseException:
-                for name in by_name:
-                    self._engine.abort(name)
-                raise
-        return [collector.output() for collector in collectors]
+    def _max_tokens(self, params: SamplingParams, num_prompt: int) -> int:
+        room = self.max_model_len - num_prompt
+        if room < 1:
+            raise PromptTooLongError(
+                f"a prompt must be shorter than max_model_len ({self.max_model_len}); got {num_prompt} tokens; shorten "
+                "it, or raise max_model_len",
+                parameter="prompt",
+            )
+        return room if params.max_tokens is None else params.max_tokens
 
     def _stream(self, collector: Collector) -> Iterator[RequestOutput]:
         try:
             while not collector.finished:
-                outputs = self._engine.step()
+                outputs = [output for output in self._engine.step() if output.request_id in collector.names]
                 for output in outputs:
                     collector.take(output)
                 if outputs:
                     yield collector.output()
-            while self._engine.has_work:  # a closing row, whose checkpoint the next turn will want
+            while self._engine.has_work:  # the closing row, whose checkpoint the next turn will want
                 self._engine.step()
         finally:
-            for name in collector.names:
-                self._engine.abort(name)
+            self._abort(collector.names)
 
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Tell one prompt from a list of prompts: a sequence of integers is one prompt."""
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    listed = list(prompts)
-    if listed and not isinstance(listed[0], str | Mapping | Sequence) and not hasattr(listed[0], "__len__"):
-        return [listed]
-    return listed
-
-
-def _check_ids(ids: object, vocab_size: int) -> list[int]:
-    """Return token ids as a list of int."""
-    if isinstance(ids, str | bytes) or not hasattr(ids, "__iter__"):
-        raise InvalidPromptError(
-            f"a prompt must be text or a sequence of token ids; got {type(ids).__name__}", parameter="prompt"
-        )
-    checked: list[int] = []
-    for value in itertools.chain(ids):  # pyright: ignore[reportArgumentType]
-        if isinstance(value, bool) or not hasattr(value, "__index__"):
-            raise InvalidPromptError(
-                f"token ids must be integers; got {value!r} of type {type(value).__name__}", parameter="prompt"
-            )
-        number = value.__index__()
-        if not 0 <= number < vocab_size:
-            raise InvalidPromptError(
-                f"token ids must be in 0..{vocab_size - 1}, the model's vocabulary; got {number}; encode the text with "
-                "the model's own tokenizer",
-                parameter="prompt",
-            )
-        checked.append(number)
-    return checked
+    def _abort(self, names: "Sequence[str] | Mapping[str, object] | Iterator[str]") -> None:
+        for name in names:
+            self._engine.abort(name)

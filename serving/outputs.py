@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "error"]
 _SHOWN_IDS = 8
 _SHOWN_CHARACTERS = 80
 
@@ -65,7 +65,7 @@ class CompletionOutput:
         cumulative_logprob: sum of the chosen tokens' log probabilities; None unless `logprobs` was asked for.
         logprobs: one report per token of `token_ids`; None unless asked for.
         finish_reason: "stop" at an end token, stop token or stop string, "length" at max_tokens or the end of the
-            context, "abort" if cancelled; None while it runs.
+            context, "abort" if cancelled, "error" if a step failed under it; None while it runs.
         stop_reason: the stop string or stop token id that ended it; None for the model's own end token and else.
     """
 

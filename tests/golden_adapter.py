@@ -117,9 +117,7 @@ class _Sequence:
 
     def verify(self, tokens: Sequence[int]) -> np.ndarray:
         """Run tokens after the committed ones; `accept` says how many of them stand."""
-        batch = _window(
-            tokens, self._width, folded=self._folded, num_replay=self._replay, tables=self._tables
-        )
+        batch = _window(tokens, self._width, folded=self._folded, num_replay=self._replay, tables=self._tables)
         hidden, logits, self._state = _advance(self._adapter.graph, self._adapter.params, batch, self._state)
         self._folded += self._replay
         self._new_hidden = np.asarray(hidden)[0, : len(tokens)]
@@ -207,9 +205,7 @@ class Adapter:
         while len(drafts) < k:
             position = len(tokens) + len(drafts) - 1
             batch = _window(drafts[-1:], 1, folded=position, num_replay=0, tables=tables)
-            out, out_logits, pages = _mtp_advance(
-                self.graph, self.params, batch, jnp.asarray(last)[None, None], pages
-            )
+            out, out_logits, pages = _mtp_advance(self.graph, self.params, batch, jnp.asarray(last)[None, None], pages)
             last = np.asarray(out)[0, 0]
             drafts.append(int(np.asarray(out_logits)[0, 0].argmax()))
         return drafts
@@ -240,7 +236,7 @@ class Adapter:
 
     def chat(self, messages: Any, tools: Any, add_generation_prompt: bool, **kwargs: Any) -> str:
         template = ChatTemplate.from_folder(self._folder)
-        return template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt, **kwargs)
+        return template.render(messages, tools, add_generation_prompt=add_generation_prompt, variables=kwargs)
 
     @staticmethod
     def gdr(q: Any, k: Any, v: Any, g: Any, beta: Any, h0: Any, l2norm: bool) -> tuple[np.ndarray, np.ndarray]:

@@ -20,7 +20,9 @@ def delta_update(
 
     S <- exp(g) S;   S <- S + k (beta (v - S^T k))^T, with S stored transposed, all in float32.
     """
-    k = jnp.repeat(k.astype(jnp.float32), state.shape[0] // k.shape[0], axis=0)  # value head h reads key head h // (Nv / Nk)
+    k = jnp.repeat(
+        k.astype(jnp.float32), state.shape[0] // k.shape[0], axis=0
+    )  # value head h reads key head h // (Nv / Nk)
     state = jnp.exp(g)[:, None, None] * state
     error = v.astype(jnp.float32) - einsum("hvk,hk->hv", state, k)
     return state + (beta[:, None] * error)[:, :, None] * k[:, None, :]

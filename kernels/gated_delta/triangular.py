@@ -38,16 +38,17 @@ def _unit_lower_inverse_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tu
 
 def _invert_diagonal_blocks(lower: Float[Array, "*batch n n"]) -> Float[Array, "*batch blocks b b"]:
     """Return (I + D)^-1 of each diagonal block D, one row at a time: row i = e_i - sum_{j<i} D_ij row j."""
-    starts = range(0, lower.shape[-1], _BLOCK)
-    blocks = jnp.stack([lower[..., i : i + _BLOCK, i : i + _BLOCK] for i in starts], axis=-3)
-    identity = jnp.eye(_BLOCK, dtype=lower.dtype)
-    rows = []
-    for i in range(_BLOCK):
-        row = jnp.broadcast_to(identity[i], blocks.shape[:-1])
-        for j, known in enumerate(rows):
-            row = row - blocks[..., i, j, None] * known
-        rows.append(jax.lax.optimization_barrier(row))  # else XLA computes each row again inside all later ones
-    return jnp.stack(rows, axis=-2)
+    count = lower.shape[-1] // _BLOCK
+    grid = lower.reshape(*lower.shape[:-2], count, _BLOCK, count, _BLOCK)
+    blocks = jnp.moveaxis(jnp.diagonal(grid, axis1=-4, axis2=-2), -1, -3)
+
+    def next_row(i: Array, known: Array) -> Array:
+        row = jax.lax.dynamic_index_in_dim(blocks, i, axis=-2)  # zero from place i on, as rows of `known` are
+        row = jax.nn.one_hot(i, _BLOCK, dtype=lower.dtype) - jnp.sum(jnp.swapaxes(row, -1, -2) * known, axis=-2)
+        return jax.lax.dynamic_update_index_in_dim(known, row, i, axis=-2)
+
+    # A loop, since unrolled it is most of what a model's compilation takes.
+    return jax.lax.fori_loop(0, _BLOCK, next_row, jnp.zeros_like(blocks))
 
 
 def _merge_pairs(

@@ -84,17 +84,18 @@ class MemoryPlan:
         """Describe the split for people."""
         blocks = (self.num_blocks - 1) * self.block_size
         return [
-            f"weights {_show(self.weight_bytes)}, activations up to {_show(self.activation_bytes)}",
+            f"weights {describe_bytes(self.weight_bytes)}, activations up to {describe_bytes(self.activation_bytes)}",
             f"KV: {self.num_blocks - 1} blocks of {self.block_size} tokens ({blocks} tokens), "
-            f"{_show(self.block_bytes)} each, {_show(self.num_blocks * self.block_bytes)} in all",
-            f"states: {self.num_slots - 1} slots, {_show(self.slot_bytes)} each, "
-            f"{_show(self.num_slots * self.slot_bytes)} in all; {self.max_num_seqs} may run, the rest are checkpoints",
-            f"replay windows: {_show(self.lane_bytes)} for each of {self.max_num_seqs} lanes",
+            f"{describe_bytes(self.block_bytes)} each, {describe_bytes(self.num_blocks * self.block_bytes)} in all",
+            f"states: {self.num_slots - 1} slots, {describe_bytes(self.slot_bytes)} each, "
+            f"{describe_bytes(self.num_slots * self.slot_bytes)} in all; {self.max_num_seqs} may run, the rest are checkpoints",
+            f"replay windows: {describe_bytes(self.lane_bytes)} for each of {self.max_num_seqs} lanes",
             f"{self.num_longest} sequences of {self.max_model_len} tokens fit at once",
         ]
 
 
-def _show(size: int) -> str:
+def describe_bytes(size: int) -> str:
+    """Return a size for people: a number and its unit."""
     for unit, scale in (("GiB", _GIB), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if size >= scale:
             return f"{size / scale:.2f} {unit}"
@@ -123,8 +124,8 @@ def plan_memory(model: ModelConfig, request: MemoryRequest) -> MemoryPlan:
     least = -(-shortest // request.block_size) * block + block + 2 * slot + lane
     if pool < least:
         raise StartupError(
-            f"one sequence of {shortest} tokens needs {_show(least)} beside {_show(weights)} of weights and "
-            f"{_show(activations)} of activations; {_show(max(pool, 0))} are left: lower max_model_len, or give more memory"
+            f"one sequence of {shortest} tokens needs {describe_bytes(least)} beside {describe_bytes(weights)} of weights and "
+            f"{describe_bytes(activations)} of activations; {describe_bytes(max(pool, 0))} are left: lower max_model_len, or give more memory"
         )
     seqs = _clamp_seqs(request, pool, slot + lane, least - slot - lane)
     slots, blocks = _split(request, pool - seqs * lane, slot, block, seqs, limit)

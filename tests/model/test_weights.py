@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from safetensors import deserialize
 from weight_folders import (
     BF16,
-    FP8,
     FAMILIES,
+    FP8,
     as_stored,
     make_config,
     make_parameters,
