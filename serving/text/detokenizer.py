@@ -3,7 +3,8 @@
 Byte-level tokens are runs of bytes, so the text of a sequence is one UTF-8 stream and a decoder that keeps the last
 unfinished character, at most three bytes, is all the state there is: O(1) a token, no window that could start inside a
 character. What is invalid becomes U+FFFD by the same rule as in a decode of the whole (one per maximal ill-formed
-prefix), as soon as the next byte shows that nothing can complete it.
+prefix), as soon as the next byte shows that nothing can complete it; the start of an encoded surrogate (ED A0..BF),
+which nothing completes either, one byte later.
 """
 
 import codecs
