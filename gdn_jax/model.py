@@ -50,7 +50,7 @@ class LanguageModel(nnx.Module):
     def logits(self, token_ids: Sequence[int] | np.ndarray) -> Float[Array, "T V"]:
         """Return float32 logits at every position of one prompt, from an empty state.
 
-        Compiled once per padded length (powers of two from one chunk up).
+        Compiled once per padded length (powers of four times a chunk).
 
         Args:
             token_ids: at least one id, each in 0..vocab_size - 1.
@@ -59,7 +59,9 @@ class LanguageModel(nnx.Module):
             TokensError: no ids, or one out of range.
         """
         ids = check_token_ids(token_ids, self.config.vocab_size)
-        padded = max(CHUNK, 1 << (len(ids) - 1).bit_length())
+        padded = CHUNK
+        while padded < len(ids):
+            padded *= 4
         graph, params = nnx.split(self)
         batch = single_prompt(jnp.pad(jnp.asarray(ids), (0, padded - len(ids))), len(ids))
         return _prompt_logits(graph, params, batch)[: len(ids)]

@@ -67,6 +67,7 @@ def _count(low: int, high: int | float, remedy: str) -> _Rule:
 
 def _or_none(rule: _Rule) -> _Rule:
     def admits(value: object) -> bool:
+        """Admit None too."""
         return value is None or rule.admits(value)
 
     return _Rule(admits, f"{rule.words}, or None", rule.remedy)
@@ -126,6 +127,7 @@ def _hint_at_known_names[Params](cls: type[Params]) -> type[Params]:
 
     @wraps(generated)
     def init(self: Params, *args: object, **kwargs: object) -> None:
+        """Refuse what the generated __init__ would refuse without a hint."""
         if args:
             raise UnknownParameterError(
                 f"{cls.__name__} takes keywords only; got {len(args)} positional value(s); "

@@ -25,6 +25,9 @@ from gdn_jax.serving.text.tokenizer import Tokenizer
 from gdn_jax.state import AdvanceBatch, ModelState, PrefillBatch, RecurrentState, make_state
 
 _OWN_SLOT = 1  # each adapter call runs one sequence, or packed ones in slots 1, 2, ...
+# One shape each for prefill, advance and MTP, whatever the call: compiling is most of what this takes.
+_TOKENS, _ROWS, _WIDTH, _WINDOW = 256, 4, 8, 4
+_PAGES = _ROWS * _WIDTH + 1
 
 
 @partial(jax.jit, static_argnums=0)
@@ -55,36 +58,31 @@ def _mtp_advance(graph: nnx.GraphDef, params: nnx.State, batch: AdvanceBatch, hi
     return m, model.decoder.logits(m), pages
 
 
-def _bucket(length: int) -> int:
-    return max(CHUNK, 1 << (length - 1).bit_length())
-
-
-def _spans(starts: Sequence[int], lengths: Sequence[int], ids: np.ndarray, tables: np.ndarray) -> PrefillBatch:
-    """Pack rows that own slots 1, 2, ... and read nothing."""
-    total, rows = _bucket(int(ids.shape[0])), len(lengths)
-    ends = np.cumsum(lengths)
-    index = np.arange(1, rows + 1)
+def _spans(starts: Sequence[int], lengths: Sequence[int], ids: np.ndarray) -> PrefillBatch:
+    """Pack rows that read nothing; row r owns slot r + 1 and pages from r * _WIDTH + 1 on."""
+    spare = _ROWS - len(lengths)
+    padded, index = np.pad(lengths, (0, spare)), np.arange(1, _ROWS + 1)
     return PrefillBatch(
-        token_ids=jnp.asarray(np.pad(ids, (0, total - len(ids))), jnp.int32),
+        token_ids=jnp.asarray(np.pad(ids, (0, _TOKENS - len(ids))), jnp.int32),
         rows=PrefillRows(
-            offset=jnp.asarray(ends - lengths, jnp.int32),
-            length=jnp.asarray(lengths, jnp.int32),
-            start=jnp.asarray(starts, jnp.int32),
-            read_slot=jnp.zeros((rows,), jnp.int32),
-            write_slot=jnp.asarray(index, jnp.int32),
-            export_slot=jnp.zeros((rows, total // CHUNK), jnp.int32),
+            offset=jnp.asarray(np.cumsum(padded) - padded, jnp.int32),
+            length=jnp.asarray(padded, jnp.int32),
+            start=jnp.asarray(np.pad(starts, (0, spare)), jnp.int32),
+            read_slot=jnp.zeros((_ROWS,), jnp.int32),
+            write_slot=jnp.asarray(np.where(index <= len(lengths), index, 0), jnp.int32),
+            export_slot=jnp.zeros((_ROWS, _TOKENS // CHUNK), jnp.int32),
         ),
-        block_tables=jnp.asarray(tables, jnp.int32),
+        block_tables=jnp.arange(1, _PAGES, dtype=jnp.int32).reshape(_ROWS, _WIDTH),
     )
 
 
-def _window(tokens: Sequence[int], width: int, *, folded: int, num_replay: int, tables: np.ndarray) -> AdvanceBatch:
-    """One row in slot 1 and lane 0."""
+def _window(tokens: Sequence[int], *, folded: int, num_replay: int) -> AdvanceBatch:
+    """One row in slot 1, lane 0, and the pages of row 0."""
 
     def one(value: int) -> jax.Array:
         return jnp.full((1,), value, jnp.int32)
 
-    padded = np.zeros((1, width), np.int32)
+    padded = np.zeros((1, _WINDOW), np.int32)
     padded[0, : len(tokens)] = tokens
     return AdvanceBatch(
         token_ids=jnp.asarray(padded),
@@ -98,32 +96,31 @@ def _window(tokens: Sequence[int], width: int, *, folded: int, num_replay: int, 
             num_new=one(len(tokens)),
         ),
         lane=one(0),
-        block_tables=jnp.asarray(tables, jnp.int32),
+        block_tables=jnp.arange(1, _WIDTH + 1, dtype=jnp.int32)[None],
     )
 
 
 class _Sequence:
     """One prompt in slot 1, continued by windows of new tokens: prefill, then verify with replay."""
 
-    def __init__(self, adapter: "Adapter", ids: np.ndarray, room: int, width: int) -> None:
-        self._adapter, self._width = adapter, width
-        blocks = (len(ids) + room) // CHUNK + 2
-        self._tables = np.arange(1, blocks + 1)[None]
-        state = adapter.state(num_slots=2, num_pages=blocks + 1, window=width)
-        batch = _spans([0], [len(ids)], ids, self._tables)
-        hidden, logits, self._state = _prefill(adapter.graph, adapter.params, batch, state)
+    def __init__(self, adapter: "Adapter", ids: np.ndarray) -> None:
+        self._adapter = adapter
+        hidden, logits, self._state = _prefill(
+            adapter.graph, adapter.params, _spans([0], [len(ids)], ids), adapter.state()
+        )
         self.hidden, self.logits = np.asarray(hidden)[: len(ids)], np.asarray(logits)[: len(ids)]
         self._folded, self._replay = len(ids), 0
 
     def verify(self, tokens: Sequence[int]) -> np.ndarray:
         """Run tokens after the committed ones; `accept` says how many of them stand."""
-        batch = _window(tokens, self._width, folded=self._folded, num_replay=self._replay, tables=self._tables)
+        batch = _window(tokens, folded=self._folded, num_replay=self._replay)
         hidden, logits, self._state = _advance(self._adapter.graph, self._adapter.params, batch, self._state)
         self._folded += self._replay
         self._new_hidden = np.asarray(hidden)[0, : len(tokens)]
         return np.asarray(logits)[0, : len(tokens)]
 
     def accept(self, count: int) -> None:
+        """Commit the first `count` of the tokens run last."""
         self._replay = count
         self.hidden = np.concatenate([self.hidden, self._new_hidden[:count]])
 
@@ -136,14 +133,14 @@ class Adapter:
         self.model: LanguageModel = load_model(folder, dtype="float32")
         self.graph, self.params = nnx.split(self.model)
 
-    def state(self, *, num_slots: int, num_pages: int, window: int = 1) -> ModelState:
+    def state(self) -> ModelState:
         """Empty pools."""
         return make_state(
             self.model.config,
-            num_slots=num_slots,
-            num_pages=num_pages,
+            num_slots=_ROWS + 1,
+            num_pages=_PAGES,
             num_lanes=1,
-            window=window,
+            window=_WINDOW,
             dtype=jnp.dtype(jnp.float32),
         )
 
@@ -152,17 +149,12 @@ class Adapter:
 
     def packed(self, ids: np.ndarray, cu: np.ndarray) -> np.ndarray:
         lengths = np.diff(cu)
-        blocks = -(-lengths // CHUNK)
-        tables = np.zeros((len(lengths), blocks.max()), np.int32)
-        for row, (count, end) in enumerate(zip(blocks, np.cumsum(blocks), strict=True)):
-            tables[row, :count] = np.arange(end - count, end) + 1
-        state = self.state(num_slots=len(lengths) + 1, num_pages=int(blocks.sum()) + 1)
-        batch = _spans(np.zeros_like(lengths), lengths, ids, tables)
-        _, logits, _ = _prefill(self.graph, self.params, batch, state)
+        batch = _spans(np.zeros_like(lengths), lengths, ids)
+        _, logits, _ = _prefill(self.graph, self.params, batch, self.state())
         return np.asarray(logits)[: len(ids)]
 
     def greedy(self, ids: np.ndarray, n: int) -> list[int]:
-        sequence = _Sequence(self, ids, room=n, width=1)
+        sequence = _Sequence(self, ids)
         tokens = [int(sequence.logits[-1].argmax())]
         while len(tokens) < n:
             logits = sequence.verify(tokens[-1:])
@@ -171,9 +163,7 @@ class Adapter:
         return tokens
 
     def states(self, ids: np.ndarray) -> dict[int, dict[str, np.ndarray]]:
-        blocks = len(ids) // CHUNK + 1
-        batch = _spans([0], [len(ids)], ids, np.arange(1, blocks + 1)[None])
-        _, _, state = _prefill(self.graph, self.params, batch, self.state(num_slots=2, num_pages=blocks + 1))
+        _, _, state = _prefill(self.graph, self.params, _spans([0], [len(ids)], ids), self.state())
         return {
             index: {
                 "recurrent": np.asarray(layer.recurrent[_OWN_SLOT]).swapaxes(-1, -2),
@@ -187,31 +177,30 @@ class Adapter:
         m, logits, _ = self._mtp(hidden, next_ids)
         return m, logits
 
-    def _mtp(self, hidden: np.ndarray, next_ids: np.ndarray, room: int = 0) -> tuple[np.ndarray, np.ndarray, Any]:
-        """Entries 1..T from (hidden 0..T-1, tokens 1..T), into pages with room for more."""
+    def _mtp(self, hidden: np.ndarray, next_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, Any]:
+        """Make entries 1..T from (hidden 0..T-1, tokens 1..T)."""
         length = len(next_ids)
-        blocks = _bucket(length + room + 1) // CHUNK + 1
-        batch = _spans([1], [length], next_ids, np.arange(1, blocks + 1)[None])
-        padded = np.pad(hidden, ((0, batch.token_ids.shape[0] - length), (0, 0)))
-        pages = self.state(num_slots=1, num_pages=blocks + 1).mtp
-        m, logits, pages = _mtp_prefill(self.graph, self.params, batch, jnp.asarray(padded), pages)
+        padded = np.pad(hidden, ((0, _TOKENS - length), (0, 0)))
+        m, logits, pages = _mtp_prefill(
+            self.graph, self.params, _spans([1], [length], next_ids), jnp.asarray(padded), self.state().mtp
+        )
         return np.asarray(m)[:length], np.asarray(logits)[:length], pages
 
     def _draft(self, hidden: np.ndarray, tokens: Sequence[int], k: int) -> list[int]:
         """Draft k tokens after `tokens` (the last one pending), each draft feeding the next."""
-        m, logits, pages = self._mtp(hidden, np.asarray(tokens[1:]), room=k)
+        m, logits, pages = self._mtp(hidden, np.asarray(tokens[1:]))
         last, drafts = m[-1], [int(logits[-1].argmax())]
-        tables = np.arange(1, pages.k.shape[0])[None]
         while len(drafts) < k:
-            position = len(tokens) + len(drafts) - 1
-            batch = _window(drafts[-1:], 1, folded=position, num_replay=0, tables=tables)
-            out, out_logits, pages = _mtp_advance(self.graph, self.params, batch, jnp.asarray(last)[None, None], pages)
+            batch = _window(drafts[-1:], folded=len(tokens) + len(drafts) - 1, num_replay=0)
+            fed = np.zeros((1, _WINDOW, last.shape[0]), np.float32)
+            fed[0, 0] = last
+            out, out_logits, pages = _mtp_advance(self.graph, self.params, batch, jnp.asarray(fed), pages)
             last = np.asarray(out)[0, 0]
             drafts.append(int(np.asarray(out_logits)[0, 0].argmax()))
         return drafts
 
     def spec(self, ids: np.ndarray, n: int, k: int) -> tuple[list[int], list[list[int]], list[int]]:
-        sequence = _Sequence(self, ids, room=n + k, width=1 + k)
+        sequence = _Sequence(self, ids)
         tokens = [*map(int, ids), int(sequence.logits[-1].argmax())]
         rounds: list[list[int]] = []
         accepted: list[int] = []

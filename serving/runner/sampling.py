@@ -196,8 +196,8 @@ def token_logprobs(
     """
     logits = _one_zero(logits.astype(jnp.float32))
     top = _finite_max(logits)
-    # At least 1 wherever a logit is finite; the maximum turns the NaN of a row of -inf into -inf.
-    normalizer = top + jnp.log(jnp.maximum(jnp.sum(jnp.exp(logits - top), axis=-1, keepdims=True), 1.0))
+    # The sum is at least 1 wherever a logit is finite; the maximum turns the NaN of a row of -inf into -inf.
+    log_sum = jnp.log(jnp.maximum(jnp.sum(jnp.exp(logits - top), axis=-1, keepdims=True), 1.0))
     ids = token_ids[..., None]
     chosen = jnp.take_along_axis(logits, ids, axis=-1)
     valid = logits[..., :num_valid_tokens]
@@ -205,10 +205,10 @@ def token_logprobs(
     ahead = (valid > chosen) | ((valid == chosen) & (every_id < ids))
     top_logits, top_ids = jax.lax.top_k(valid, min(num_top, num_valid_tokens))
     return TokenLogprobs(
-        logprob=(chosen - normalizer)[..., 0],
+        logprob=((chosen - top) - log_sum)[..., 0],
         rank=1 + jnp.sum(ahead, axis=-1, dtype=jnp.int32),
         top_ids=top_ids,
-        top_logprobs=top_logits - normalizer,
+        top_logprobs=(top_logits - top) - log_sum,
     )
 
 
@@ -262,6 +262,7 @@ def _is_leading(logits: Float[Array, "N V"], inputs: SamplingInputs, *, ranked: 
     few = jnp.all(~ranked | ((inputs.top_k > 0) & (inputs.top_k <= width)))
 
     def by_sorting() -> tuple[Float[Array, "N 1"], Int[Array, "N 1"]]:
+        """Rank the whole vocabulary."""
         negated, sorted_ids = jax.lax.sort((-logits, ids), dimension=1, num_keys=1, is_stable=True)
         return _last_kept(-negated, sorted_ids, inputs)
 
@@ -298,6 +299,7 @@ def _running_sum(x: Float[Array, "N few"]) -> Float[Array, "N few"]:
     width = x.shape[1]
 
     def add_shifted(step: Int[Array, ""], sums: Float[Array, "N few"]) -> Float[Array, "N few"]:
+        """Add to each sum the one that ends 2^step places before."""
         padded = jnp.pad(sums, ((0, 0), (width, 0)))
         return sums + jax.lax.dynamic_slice_in_dim(padded, width - (1 << step), width, axis=1)
 

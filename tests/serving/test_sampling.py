@@ -337,6 +337,14 @@ def test_logprobs_are_the_raw_log_softmax_and_ranks_are_distinct_also_among_ties
     np.testing.assert_allclose(report.top_logprobs[0], expected[leaders], rtol=1e-5, atol=1e-6)
 
 
+def test_logprobs_keep_their_precision_under_a_large_common_offset() -> None:
+    logits = jnp.asarray([[1e4, 1e4, -1e4]])
+    report = logprobs(logits, jnp.asarray([1], jnp.int32), num_top=2, num_valid_tokens=3)
+    # float32 at 1e4 has steps of 1e-3: the offset has to go before the logarithm is added.
+    np.testing.assert_allclose(report.logprob, [-math.log(2)], rtol=1e-6)
+    np.testing.assert_allclose(report.top_logprobs, [[-math.log(2)] * 2], rtol=1e-6)
+
+
 def test_logprobs_stay_finite_at_extreme_logits_and_a_broken_row_stays_alone() -> None:
     logits = jnp.asarray([[1e4, -1e4, 0.0], [-jnp.inf] * 3, [jnp.nan, 0.0, 0.0], [3e38, -3e38, -jnp.inf]])
     report = logprobs(logits, jnp.asarray([1, 0, 1, 0], jnp.int32), num_top=1, num_valid_tokens=3)
