@@ -2,10 +2,7 @@
 
 EngineError
 ├── RequestError (ValueError)       the caller's fault: this request is refused, nothing else is touched
-<<<<<<< HEAD
 │   ├── DuplicateRequestError           its id is in use
-=======
->>>>>>> sampling
 │   ├── InvalidParameterError           a value of the wrong type or out of its range
 │   ├── InvalidPromptError              an empty prompt, or text or token ids that cannot be encoded or embedded
 │   ├── PromptTooLongError              prompt and wanted tokens exceed what one request may hold
@@ -34,13 +31,10 @@ class RequestError(EngineError, ValueError):
         self.parameter = parameter
 
 
-<<<<<<< HEAD
 class DuplicateRequestError(RequestError):
     """A live request has the id already."""
 
 
-=======
->>>>>>> sampling
 class InvalidParameterError(RequestError):
     """A parameter has the wrong type or lies outside its range."""
 
