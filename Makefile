@@ -11,7 +11,7 @@ PYTHON_IN_VENV := .venv/bin/python
 
 DEMO_MODEL := tests/golden/tiny-hybrid
 DEMO_PROMPT := The river
-DEMO_FLAGS := --max-tokens 32 --no-warm-up  # one prompt needs two of the steps that a warm-up compiles
+DEMO_FLAGS := --max-tokens 32
 BENCHMARKS = $(sort $(wildcard benchmarks/*_cpu.py benchmarks/*/*_cpu.py))
 
 help:  ## list these targets

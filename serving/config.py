@@ -104,7 +104,7 @@ class EngineConfig:
     def _check_grid(self) -> None:
         if self.block_size != BLOCK_GRID:
             raise ValueError(
-                f"block_size must be {BLOCK_GRID}, the kernels' chunk and the grain of prefix hits; got {self.block_size}"
+                f"block_size must be {BLOCK_GRID}, the kernels' chunk and the grain of hits; got {self.block_size}"
             )
         if self.state_interval % self.block_size:
             raise ValueError(
