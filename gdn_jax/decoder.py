@@ -6,6 +6,8 @@ Two ways through the same weights: `prefill` for packed spans, `advance` for one
 the whole state and return it.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
@@ -29,6 +31,8 @@ from gdn_jax.state import (
     gather_lanes,
     scatter_lanes,
 )
+
+LayerState = RecurrentState | KVPages  # a layer returns the kind it was given
 
 
 class DecoderLayer(nnx.Module):
@@ -54,7 +58,7 @@ class DecoderLayer(nnx.Module):
             implementation: which kernels compute it.
             rngs: source of the initial values.
         """
-        mixer = GatedDeltaNet if kind == "linear_attention" else GatedAttention
+        mixer: Any = GatedDeltaNet if kind == "linear_attention" else GatedAttention
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
         self.mixer = mixer(config, dtype=dtype, implementation=implementation, rngs=rngs)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
@@ -63,16 +67,16 @@ class DecoderLayer(nnx.Module):
         else:
             self.mlp = DenseMLP(config.hidden_size, config.intermediate_size, dtype=dtype, rngs=rngs)
 
-    def prefill[State: (RecurrentState, KVPages)](
-        self, x: Float[Array, "T H"], state: State, batch: PrefillBatch, **attention: int
-    ) -> tuple[Float[Array, "T H"], State]:
+    def prefill(
+        self, x: Float[Array, "T H"], state: LayerState, batch: PrefillBatch, **attention: int
+    ) -> tuple[Float[Array, "T H"], LayerState]:
         """Run packed spans; `attention` holds `rope_offset` and `first_key` of the MTP layer."""
         mixed, state = self.mixer.prefill(self.input_layernorm(x), state, batch, **attention)
         return self._feed_forward(x + mixed), state
 
-    def advance[State: (RecurrentState, KVPages)](
-        self, x: Float[Array, "rows T H"], state: State, batch: AdvanceBatch, **attention: int
-    ) -> tuple[Float[Array, "rows T H"], State]:
+    def advance(
+        self, x: Float[Array, "rows T H"], state: LayerState, batch: AdvanceBatch, **attention: int
+    ) -> tuple[Float[Array, "rows T H"], LayerState]:
         """Run one window per row; `attention` as for `prefill`."""
         mixed, state = self.mixer.advance(self.input_layernorm(x), state, batch, **attention)
         return self._feed_forward(x + mixed), state

@@ -10,6 +10,7 @@ fixed window of tokens per row and first folds the replay window of the previous
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,8 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from gdn_jax.kernels.numerics import CHUNK
 
 NULL_SLOT = 0
-AnyArray = Array | np.ndarray  # rows are built as NumPy arrays and become device arrays at the jit boundary
+# Rows are built as NumPy arrays and become device arrays at the jit boundary; kernels see only the latter.
+AnyArray = Array if TYPE_CHECKING else Array | np.ndarray
 
 
 @jax.tree_util.register_dataclass

@@ -57,7 +57,7 @@ class Cutter:
         """
         self._max_tokens = max_tokens
         self._params = params
-        self._ends = frozenset() if params.ignore_eos else frozenset(end_token_ids)
+        self._ends = frozenset[int]() if params.ignore_eos else frozenset(end_token_ids)
         self._stop_ids = frozenset(params.stop_token_ids or ())
         self._num_output = 0
         self._detokenizer: IncrementalDetokenizer | None = None

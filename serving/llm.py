@@ -175,7 +175,9 @@ class LLM:
             params = self.get_default_sampling_params()
         if isinstance(params, SamplingParams):
             return [params] * num_prompts
-        if not isinstance(params, list | tuple) or not all(isinstance(one, SamplingParams) for one in params):
+        if not isinstance(params, list | tuple) or not all(
+            isinstance(one, SamplingParams) for one in cast("list[object]", params)
+        ):
             raise InvalidParameterError(
                 f"sampling_params must be SamplingParams, a list of them, or None; got {type(params).__name__}",
                 parameter="sampling_params",

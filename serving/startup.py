@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 from tqdm import tqdm
@@ -147,7 +148,7 @@ def _load(config: EngineConfig, *, show_progress: bool) -> LanguageModel:
         )
 
 
-def _advance(bar: "tqdm[object]") -> Callable[[int, int], None]:
+def _advance(bar: "tqdm[Any]") -> Callable[[int, int], None]:
     def show(done: int, total: int) -> None:
         bar.total = total
         bar.update(done - bar.n)

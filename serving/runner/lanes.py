@@ -1,8 +1,10 @@
 """Sampling parameters by lane, on the host: set when a request gets its lane, gathered by each step's rows."""
 
 from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
+from jax import Array
 
 from gdn_jax.serving.core.plan import RowPlan
 from gdn_jax.serving.runner.buckets import fit
@@ -28,7 +30,7 @@ class LaneSampling:
 
     def _pack(self) -> None:
         width = fit(_BANNED_SIZES, max(len(row.banned) for row in self._rows))
-        packed = pack_rows(self._rows, num_rows=len(self._rows), num_banned=width)
+        packed = pack_rows(self._rows, num_rows=len(self._rows) + 1, num_banned=width)
         self._arrays = {name: np.asarray(value) for name, value in vars(packed).items()}
 
     def num_top(self, lane: int) -> int | None:
@@ -37,8 +39,7 @@ class LaneSampling:
 
     def gather(self, rows: Sequence[RowPlan], num_rows: int) -> tuple[SamplingInputs, np.ndarray]:
         """Return the rows' parameters, padded with greedy rows, and whether any row wants log probabilities."""
-        lanes = np.zeros((num_rows,), np.int32)
+        lanes = np.full((num_rows,), len(self._rows), np.int32)  # past the lanes stands a greedy row, for padding
         lanes[: len(rows)] = [row.lane for row in rows]
-        inputs = SamplingInputs(**{name: value[lanes] for name, value in self._arrays.items()})
-        inputs.temperature[len(rows) :] = 0
+        inputs = SamplingInputs(**{name: cast("Array", value[lanes]) for name, value in self._arrays.items()})
         return inputs, np.asarray(any(self._num_top[row.lane] >= 0 for row in rows))

@@ -8,6 +8,7 @@ Each traces once per bucket: everything static is in the model's graph, `StepSta
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +36,7 @@ class StepStatic:
         num_top: alternatives listed with log probabilities.
     """
 
-    graph: nnx.GraphDef
+    graph: nnx.GraphDef[Any]
     num_valid_tokens: int
     num_top: int
 
@@ -61,7 +62,7 @@ class StepOutputs:
 @partial(jax.jit, static_argnames=("static",), donate_argnames=("state",))
 def prefill_step(
     static: StepStatic,
-    params: nnx.State,
+    params: nnx.State[Any, Any],
     state: ModelState,
     batch: PrefillBatch,
     sampling: SamplingInputs,
@@ -79,7 +80,7 @@ def prefill_step(
 @partial(jax.jit, static_argnames=("static",), donate_argnames=("state",))
 def advance_step(
     static: StepStatic,
-    params: nnx.State,
+    params: nnx.State[Any, Any],
     state: ModelState,
     batch: AdvanceBatch,
     sampling: SamplingInputs,

@@ -196,7 +196,8 @@ def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
     )
-    environment.filters["tojson"] = _to_json
+    filters = cast("dict[str, object]", environment.filters)
+    filters["tojson"] = _to_json
     functions = cast("dict[str, object]", environment.globals)
     functions |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
     return environment
