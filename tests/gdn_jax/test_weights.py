@@ -6,15 +6,17 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import deserialize
 from weight_folders import (
     BF16,
-    FP8,
     FAMILIES,
+    FP8,
     as_stored,
     make_config,
     make_parameters,
@@ -28,8 +30,9 @@ from weight_folders import (
 
 from gdn_jax import slabs
 from gdn_jax.config import ModelConfig
+from gdn_jax.dummy import dummy_tensors
 from gdn_jax.errors import WeightsError
-from gdn_jax.weights import has_mtp, load_tensors
+from gdn_jax.weights import dummy_weights, has_mtp, load_tensors, load_weights
 
 
 def assert_loads(folder: Path, config: ModelConfig, expected: dict, dtype: str = "bfloat16") -> None:
@@ -224,6 +227,55 @@ def test_a_file_that_shrinks_after_its_header_was_read_is_an_error(tmp_path):
 
     with pytest.raises(WeightsError, match="became shorter while it was read"):
         load_tensors(tmp_path, config, make_targets(config), progress=cut_at_start)
+
+
+class Node(nnx.Module):
+    """A module tree with given parameters, by path."""
+
+    def __init__(self, targets: dict[tuple, jax.ShapeDtypeStruct]) -> None:
+        names = dict.fromkeys(path[0] for path in targets)
+        for name in names:
+            below = {path[1:]: target for path, target in targets.items() if path[0] == name}
+            if () in below:
+                child = nnx.Param(jnp.zeros(below[()].shape, below[()].dtype))
+            elif (0,) in {path[:1] for path in below}:
+                indices = sorted({path[0] for path in below})
+                child = nnx.List(
+                    Node({path[1:]: target for path, target in below.items() if path[0] == index}) for index in indices
+                )
+            else:
+                child = Node(below)
+            setattr(self, name, child)
+
+
+def test_modules_are_filled_by_path_and_nothing_else_of_them_changes(tmp_path):
+    config = make_config("next")
+    parameters = make_parameters(config)
+    save(tmp_path, usual_form(config, parameters))
+    empty = nnx.eval_shape(lambda: Node(make_targets(config)))
+    empty.note = "kept"
+    seen = []
+    model = load_weights(empty, config, tmp_path, progress=lambda *counts: seen.append(counts))
+    assert model.note == "kept"
+    assert seen
+    for path, param in nnx.to_flat_state(nnx.state(model)):
+        np.testing.assert_array_equal(np.asarray(param[...]).astype(np.float32), parameters[path], err_msg=str(path))
+    layer = model.decoder.layers[1]
+    np.testing.assert_array_equal(
+        np.asarray(layer.mixer.q_norm.weight[...]).astype(np.float32),
+        parameters["decoder", "layers", 1, "mixer", "q_norm", "weight"],
+    )
+
+
+def test_dummy_modules_hold_the_dummy_tensors_of_their_seed():
+    config = make_config("q35")
+    targets = make_targets(config)
+    model = dummy_weights(nnx.eval_shape(lambda: Node(targets)), 5)
+    expected = dummy_tensors(targets, 5)
+    flat = dict(nnx.to_flat_state(nnx.state(model)))
+    assert flat.keys() == expected.keys()
+    for path, param in flat.items():
+        np.testing.assert_array_equal(np.asarray(param[...]), np.asarray(expected[path]))
 
 
 @pytest.mark.parametrize(
