@@ -153,7 +153,8 @@ class ModelConfig:
             ConfigError: a value has the wrong type, or values contradict each other.
             UnsupportedModelError: a family or setting that is known or suspected to compute something else.
         """
-        return cls(**read_fields(raw))
+        # The reader gives each field its type; a typed mapping would repeat the list of fields for the checker alone.
+        return cls(**read_fields(raw))  # pyright: ignore[reportArgumentType]
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "ModelConfig":

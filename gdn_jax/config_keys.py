@@ -4,12 +4,12 @@ Owns one rule: a value of the wrong type never gets past here, and the error nam
 It knows nothing of what a key means. JSON null counts as an absent key, as in the files that publish these models.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 
 from gdn_jax.errors import ConfigError
 
 INT_LIMIT = 2**31  # sizes and ids index arrays with 32-bit integers
+NUMBER_LIMIT = 1e30  # products of two numbers, or of a number and a size, stay finite
 
 
 class ConfigKeys:
@@ -63,7 +63,7 @@ class ConfigKeys:
         return tuple(self._checked_integer(item, self.path(key)) for item in items)
 
     def number(self, key: str, default: float | None) -> float:
-        """Return a finite positive number.
+        """Return a number above 0 and below 1e30.
 
         Raises:
             ConfigError: the value is something else, or there is none and no default either.
@@ -71,11 +71,12 @@ class ConfigKeys:
         value = self.values.get(key)
         if value is None and default is not None:
             return default
-        # The comparison also refuses NaN, infinities and whole numbers too large for a float.
-        known = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e300
-        if not known or not math.isfinite(number := float(value)):
-            raise ConfigError(f"{self.path(key)} must be a finite number above 0; got {shown(value)}; correct it")
-        return number
+        # The comparison also refuses NaN and infinities.
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < NUMBER_LIMIT:
+            raise ConfigError(
+                f"{self.path(key)} must be a number above 0 and below {NUMBER_LIMIT:g}; got {shown(value)}; correct it"
+            )
+        return float(value)
 
     def flag(self, key: str, *, default: bool) -> bool:
         """Return true or false.

@@ -26,7 +26,9 @@ class GatedDeltaNet(nnx.Module):
     A_log, dt_bias and the output norm's weight stay float32 whatever the model's dtype: the decay is an exponential of them.
     """
 
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, implementation: Implementation, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self, config: ModelConfig, *, dtype: jnp.dtype, implementation: Implementation, rngs: nnx.Rngs
+    ) -> None:
         """Create the parameters of one layer.
 
         Args:

@@ -15,8 +15,8 @@ from jaxtyping import Array, Float
 from gdn_jax.config import ModelConfig
 from gdn_jax.decoder import Decoder
 from gdn_jax.errors import ConfigError, TokensError
-from gdn_jax.kernels.dispatch import Implementation, choose_kernels
 from gdn_jax.kernels.anchors import PrefillRows
+from gdn_jax.kernels.dispatch import Implementation, choose_kernels
 from gdn_jax.kernels.numerics import CHUNK
 from gdn_jax.mtp import MTPHead
 from gdn_jax.state import PrefillBatch, make_state
@@ -50,7 +50,7 @@ class LanguageModel(nnx.Module):
     def logits(self, token_ids: Sequence[int] | np.ndarray) -> Float[Array, "T V"]:
         """Return float32 logits at every position of one prompt, from an empty state.
 
-        Compiled once per padded length (powers of two from one chunk up).
+        Compiled once per padded length (powers of four times a chunk).
 
         Args:
             token_ids: at least one id, each in 0..vocab_size - 1.
@@ -59,7 +59,9 @@ class LanguageModel(nnx.Module):
             TokensError: no ids, or one out of range.
         """
         ids = check_token_ids(token_ids, self.config.vocab_size)
-        padded = max(CHUNK, 1 << (len(ids) - 1).bit_length())
+        padded = CHUNK
+        while padded < len(ids):
+            padded *= 4
         graph, params = nnx.split(self)
         batch = single_prompt(jnp.pad(jnp.asarray(ids), (0, padded - len(ids))), len(ids))
         return _prompt_logits(graph, params, batch)[: len(ids)]
@@ -162,9 +164,7 @@ def load_model(
 
 def abstract_model(config: ModelConfig, *, dtype: jnp.dtype, implementation: Implementation) -> LanguageModel:
     """Return the model with shapes and dtypes in place of parameters."""
-    return nnx.eval_shape(
-        lambda: LanguageModel(config, dtype=dtype, implementation=implementation, rngs=nnx.Rngs(0))
-    )
+    return nnx.eval_shape(lambda: LanguageModel(config, dtype=dtype, implementation=implementation, rngs=nnx.Rngs(0)))
 
 
 def resolve_dtype(dtype: str, config: ModelConfig) -> jnp.dtype:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from gdn_jax.config import ModelConfig
-from gdn_jax.kernels.anchors import AdvanceRows, PrefillRows
+from gdn_jax.kernels.anchors import AdvanceRows, AnyArray, PrefillRows
 from gdn_jax.kernels.gated_delta import DeltaInputs
 from gdn_jax.kernels.numerics import CHUNK
 
@@ -68,9 +68,9 @@ class ModelState:
 class PrefillBatch:
     """Packed spans of several sequences. Token ids of padding are any valid id."""
 
-    token_ids: Int[Array, "T"]
+    token_ids: Int[AnyArray, "T"]
     rows: PrefillRows
-    block_tables: Int[Array, "rows blocks"]
+    block_tables: Int[AnyArray, "rows blocks"]
 
 
 @jax.tree_util.register_dataclass
@@ -78,10 +78,10 @@ class PrefillBatch:
 class AdvanceBatch:
     """One window of new tokens per row. A padding row's lane lies past the last lane, so that its stores are dropped."""
 
-    token_ids: Int[Array, "rows T"]
+    token_ids: Int[AnyArray, "rows T"]
     rows: AdvanceRows
-    lane: Int[Array, "rows"]
-    block_tables: Int[Array, "rows blocks"]
+    lane: Int[AnyArray, "rows"]
+    block_tables: Int[AnyArray, "rows blocks"]
 
 
 def make_state(
@@ -92,7 +92,8 @@ def make_state(
     num_lanes: int,
     window: int,
     dtype: jnp.dtype,
-    state_dtype: jnp.dtype = jnp.dtype(jnp.float32),
+    state_dtype: jnp.dtype | None = None,
+    block_size: int = CHUNK,
 ) -> ModelState:
     """Allocate zeroed pools.
 
@@ -103,11 +104,13 @@ def make_state(
         num_lanes: lanes.
         window: tokens per replay window, 1 + k.
         dtype: activations, KV pages and convolution windows.
-        state_dtype: recurrent states at rest.
+        state_dtype: recurrent states at rest; float32 by default.
+        block_size: tokens per KV page, a multiple of the chunk.
     """
+    state_dtype = jnp.dtype(jnp.float32) if state_dtype is None else state_dtype
 
     def pages() -> KVPages:
-        shape = (num_pages, CHUNK, config.num_kv_heads, config.head_dim)
+        shape = (num_pages, block_size, config.num_kv_heads, config.head_dim)
         return KVPages(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype))
 
     def slots() -> RecurrentState:

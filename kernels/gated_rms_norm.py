@@ -6,11 +6,14 @@ The weight is used as it is (stored near 1), unlike the zero-centred norms of th
 gate. Everything is float32 and cast once at the end.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 
+@partial(jax.jit, static_argnames="eps")
 def gated_rms_norm(
     x: Float[Array, "*tokens Nv dv"],
     z: Float[Array, "*tokens Nv dv"],

@@ -3,18 +3,15 @@
 import os
 from pathlib import Path
 
+import jax
 import pytest
-
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-
 from jaxtyping import install_import_hook
 
-install_import_hook("gdn_jax", "beartype.beartype")
-
-import jax
-
+if "JAX_PLATFORMS" not in os.environ:
+    jax.config.update("jax_platforms", "cpu")  # a test on another device asks for it by that variable
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+install_import_hook("gdn_jax", "beartype.beartype")  # before any test imports a module of ours
 
 GOLDEN = Path(__file__).resolve().parents[2] / "shared" / "golden"
 

@@ -1,5 +1,6 @@
 """Attention over pages as one dense softmax per row, in float32: slow, defines the meaning."""
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -17,14 +18,16 @@ def paged_attention_prefill(
     first_key: int,
 ) -> Float[Array, "T Hq D"]:
     """Attend with every packed query to each row's keys in turn, keeping the answers of the row's own queries."""
-    row, owned = rows.row_of(q.shape[0])
-    position = rows.positions(q.shape[0])
-    out = jnp.zeros(q.shape, jnp.float32)
-    for index, table in enumerate(block_tables):
-        mine = owned & (row == index)
-        answer = _attend(q, jnp.where(mine, position, -1), k_pages, v_pages, table, first_key)
-        out = jnp.where(mine[:, None, None], answer, out)
-    return out.astype(q.dtype)
+    num_tokens = q.shape[0]
+    row, owned = rows.row_of(num_tokens)
+    position = rows.positions(num_tokens)
+
+    def attend_row(index: Int[Array, ""]) -> Float[Array, "T Hq D"]:
+        mine = jnp.where(owned & (row == index), position, -1)
+        return _attend(q, mine, k_pages, v_pages, block_tables[index], first_key)
+
+    answers = jax.lax.map(attend_row, jnp.arange(block_tables.shape[0]))
+    return answers[row, jnp.arange(num_tokens)].astype(q.dtype)
 
 
 def paged_attention_advance(
@@ -37,11 +40,11 @@ def paged_attention_advance(
 ) -> Float[Array, "rows T Hq D"]:
     """Attend one row after the other."""
     position = jnp.where(rows.is_new(q.shape[1]), rows.positions(q.shape[1]), -1)
-    out = [
-        _attend(q[index], position[index], k_pages, v_pages, table, first_key)
-        for index, table in enumerate(block_tables)
-    ]
-    return jnp.stack(out).astype(q.dtype)
+
+    def attend_row(index: Int[Array, ""]) -> Float[Array, "T Hq D"]:
+        return _attend(q[index], position[index], k_pages, v_pages, block_tables[index], first_key)
+
+    return jax.lax.map(attend_row, jnp.arange(q.shape[0])).astype(q.dtype)
 
 
 def _attend(

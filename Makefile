@@ -1,0 +1,51 @@
+# What a person types, and what CI runs. Every target does its own set-up; a second run starts at once.
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.PHONY: help setup demo check test test-newest test-gpu bench clean
+
+# .venv holds the oldest supported JAX, .venv-newest the newest.
+JAX_OLDEST := jax==0.11.2
+JAX_NEWEST := jax>=0.12,<0.13
+PYTHON_IN_VENV := .venv/bin/python
+
+DEMO_MODEL := tests/golden/tiny-hybrid
+DEMO_PROMPT := The river
+BENCHMARKS = $(sort $(wildcard benchmarks/*_cpu.py benchmarks/*/*_cpu.py))
+
+help:  ## list these targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 20
+
+setup:  ## make .venv with everything that development needs
+	@scripts/setup.sh .venv dev "$(JAX_OLDEST)"
+
+demo:  ## print tokens from a small model; installs only what running needs
+	@scripts/setup.sh .venv "" "$(JAX_OLDEST)"
+	.venv/bin/gdn-jax generate --model $(DEMO_MODEL) --prompt "$(DEMO_PROMPT)"
+
+check: setup  ## lint, format, types, import directions
+	$(PYTHON_IN_VENV) -m ruff check
+	$(PYTHON_IN_VENV) -m ruff format --check
+	rm -rf build
+	$(PYTHON_IN_VENV) -m pip install --quiet --no-deps --no-build-isolation --target build/typecheck .
+	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(PYTHON_IN_VENV) -m pyright
+	$(PYTHON_IN_VENV) -m pytest -q tests/test_architecture.py
+
+test: setup  ## the whole suite for the CPU
+	$(PYTHON_IN_VENV) -m pytest
+
+test-newest:  ## model, kernel and golden tests on the newest JAX
+	@scripts/setup.sh .venv-newest dev "$(JAX_NEWEST)"
+	.venv-newest/bin/python -m pytest --ignore=tests/serving
+
+test-gpu:  ## kernel and model tests, those marked gpu too, on an NVIDIA GPU
+	@nvidia-smi >/dev/null 2>&1 || { echo "make test-gpu needs an NVIDIA GPU: nvidia-smi does not run here" >&2; exit 1; }
+	@scripts/setup.sh .venv-gpu dev,gpu "$(JAX_OLDEST)"
+	JAX_PLATFORMS=cuda,cpu .venv-gpu/bin/python -m pytest -m "gpu or not gpu" tests/kernels tests/gdn_jax
+
+bench: setup  ## run the benchmarks that need no GPU
+	@test -n "$(BENCHMARKS)" || { echo "no benchmark for the CPU under benchmarks/" >&2; exit 1; }
+	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(PYTHON_IN_VENV) "$$script"; done
+
+clean:  ## remove the environments and everything built
+	rm -rf .venv .venv-newest .venv-gpu build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

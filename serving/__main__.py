@@ -1,0 +1,166 @@
+"""The command line: `gdn-jax generate` and `gdn-jax info`. The one place that sets up logging and prints."""
+
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, replace
+from typing import Annotated
+
+import tyro
+from tyro.conf import OmitArgPrefixes, UseAppendAction, subcommand
+
+from gdn_jax.errors import ModelError
+from gdn_jax.kernels.dispatch import UnsupportedKernelError
+from gdn_jax.serving.config import EngineConfig
+from gdn_jax.serving.core.errors import EngineError
+from gdn_jax.serving.info import describe_model
+from gdn_jax.serving.llm import LLM
+from gdn_jax.serving.outputs import RequestOutput
+from gdn_jax.serving.sampling_params import SamplingParams
+
+_PROBLEMS = (EngineError, ModelError, UnsupportedKernelError, ValueError, TypeError)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How tokens are chosen; what is left out follows the model's generation_config.json.
+
+    Attributes:
+        max_tokens: most tokens to generate.
+        temperature: 0 takes the likeliest token.
+        top_p: keep the fewest tokens whose probabilities sum to this.
+        top_k: keep this many likeliest tokens; 0 keeps all.
+        min_p: drop tokens less likely than this share of the likeliest.
+        sampling_seed: equal seeds give equal tokens.
+        stop: a string that ends the answer; may be given several times.
+        ignore_eos: do not end at the model's end tokens.
+    """
+
+    max_tokens: int = 128
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    sampling_seed: int | None = None
+    stop: UseAppendAction[tuple[str, ...]] = ()
+    ignore_eos: bool = False
+
+    def params(self, defaults: SamplingParams) -> SamplingParams:
+        """Return the defaults with what was given on the command line."""
+        given = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "sampling_seed"}
+        changes = {name: value for name, value in given.items() if value is not None and value != ()}
+        return replace(defaults, seed=self.sampling_seed, **changes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generate:
+    """Generate text, streaming it to the terminal. Answers go to standard output, everything else to standard error.
+
+    Attributes:
+        prompt: a prompt; give it several times to run several, one after the other, on one cache.
+        engine: settings of the engine.
+        sampling: how tokens are chosen.
+        chat: treat each prompt as a user message and render the model's chat template.
+        quiet: no log lines, no progress bars, no statistics.
+        verbose: also one log line per step.
+    """
+
+    prompt: UseAppendAction[tuple[str, ...]]
+    engine: OmitArgPrefixes[EngineConfig]
+    sampling: OmitArgPrefixes[Sampling] = field(default_factory=Sampling)
+    chat: bool = False
+    quiet: bool = False
+    verbose: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Info:
+    """Say what a model is, what it needs, and what fits; reads config.json alone.
+
+    Attributes:
+        model: folder with config.json, or a config file.
+        memory_gib: memory of a device, for what fits.
+        dtype: of weights, activations and KV: auto, bfloat16, float16 or float32.
+        json: print JSON.
+    """
+
+    model: str
+    memory_gib: float = 139.0
+    dtype: str = "auto"
+    json: bool = False
+
+
+_Command = Annotated[Generate, subcommand("generate")] | Annotated[Info, subcommand("info")]
+
+
+def main() -> None:
+    """Run the command line; a problem of the user's is one line and exit code 2."""
+    command = tyro.cli(_Command, prog="gdn-jax")
+    try:
+        if isinstance(command, Generate):
+            _generate(command)
+        else:
+            _info(command)
+    except _PROBLEMS as problem:
+        sys.stderr.write(f"gdn-jax: {problem}\n")
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _set_up_logging(command: Generate) -> None:
+    level = logging.WARNING if command.quiet else logging.DEBUG if command.verbose else logging.INFO
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(levelname).1s %(message)s"))
+    ours = logging.getLogger("gdn_jax")
+    ours.addHandler(handler)
+    ours.setLevel(level)
+
+
+def _generate(command: Generate) -> None:
+    _set_up_logging(command)
+    llm = LLM(command.engine.model, **_settings(command.engine), use_tqdm=not command.quiet)
+    params = command.sampling.params(llm.get_default_sampling_params())
+    for prompt in command.prompt:
+        if command.chat:
+            outputs = llm.stream_chat([{"role": "user", "content": prompt}], params)
+        else:
+            outputs = llm.stream(prompt, params)
+        _show(outputs, quiet=command.quiet)
+
+
+def _settings(config: EngineConfig) -> dict[str, object]:
+    return {item.name: getattr(config, item.name) for item in fields(config) if item.name != "model"}
+
+
+def _show(outputs: Iterator[RequestOutput], *, quiet: bool) -> None:
+    """Stream one answer and say what it cost."""
+    shown, output = 0, None
+    for output in outputs:
+        text = output.outputs[0].text
+        sys.stdout.write(text[shown:])
+        sys.stdout.flush()
+        shown = len(text)
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+    if output is not None and not quiet:
+        done = output.outputs[0]
+        sys.stderr.write(
+            f"[{len(output.prompt_token_ids)} prompt tokens, {output.num_cached_tokens} of them cached; "
+            f"{len(done.token_ids)} generated; {done.finish_reason}]\n"
+        )
+
+
+def _info(command: Info) -> None:
+    report = describe_model(command.model, memory_gib=command.memory_gib, dtype=command.dtype)
+    if command.json:
+        sys.stdout.write(json.dumps(report, indent=2) + "\n")
+        return
+    width = max(map(len, report))
+    for name, value in report.items():
+        sys.stdout.write(f"{name.replace('_', ' '):{width}}  {value}\n")
+
+
+if __name__ == "__main__":
+    main()

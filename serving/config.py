@@ -1,0 +1,199 @@
+"""EngineConfig: everything a person may set about an engine, checked once, complete from then on.
+
+The Python API, the command line and the server all fill this one class. vLLM's argument names are accepted where they mean the
+same (`from_arguments`). Standard library only: what needs the model or the device is decided in `memory.py`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from typing import Literal
+
+PrefixCache = Literal["none", "align", "all"]
+Dtype = Literal["auto", "bfloat16", "float16", "float32"]
+LoadFormat = Literal["auto", "safetensors", "dummy"]
+Kernels = Literal["auto", "reference", "jax"]
+BLOCK_GRID = 64  # the kernels' chunk: block sizes are multiples of it
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Settings of one engine.
+
+    Attributes:
+        model: folder with config.json, weights and tokenizer.
+        tokenizer: folder with tokenizer files; empty: the model's.
+        dtype: of weights and activations; auto: what the model's config names.
+        load_format: auto and safetensors read weight files; dummy makes random weights.
+        seed: draws the seeds of requests that bring none, and dummy weights.
+        kernels: which kernels run; auto: the fastest that this device runs.
+        max_model_len: most tokens of one sequence; 0: the model's own limit, or less if less fits.
+        max_num_seqs: most requests that run at once.
+        max_num_batched_tokens: most prefill tokens in one step; decode rows always run.
+        prefix_cache: where states are saved for later requests: none, align or all.
+        state_interval: tokens between the extra saves of `all`; a multiple of block_size.
+        block_size: tokens per block, the grain of prefix hits.
+        state_dtype: of recurrent states at rest; auto: what the model's config names.
+        gpu_memory_utilization: share of an accelerator's memory for weights, activations and pools.
+        pool_memory_gib: memory for the pools; 0: what gpu_memory_utilization leaves, on a CPU at most 1 GiB.
+        state_memory_share: share of the pools' memory that goes to state slots; 0: chosen from the other settings.
+        num_blocks: KV blocks; 0: what fits.
+        num_state_slots: state slots for running requests and checkpoints; 0: what fits.
+        deterministic: one padded size per phase, so that results are equal bits whatever else runs.
+        audit: check the cache against fresh recomputation after every step; slow, for tests.
+        warm_up: compile every step before the first request.
+    """
+
+    model: str
+    tokenizer: str = ""
+    dtype: Dtype = "auto"
+    load_format: LoadFormat = "auto"
+    seed: int = 0
+    kernels: Kernels = "auto"
+    max_model_len: int = 0
+    max_num_seqs: int = 16
+    max_num_batched_tokens: int = 2048
+    prefix_cache: PrefixCache = "all"
+    state_interval: int = 512
+    block_size: int = 64
+    state_dtype: Dtype = "auto"
+    gpu_memory_utilization: float = 0.9
+    pool_memory_gib: float = 0.0
+    state_memory_share: float = 0.0
+    num_blocks: int = 0
+    num_state_slots: int = 0
+    deterministic: bool = False
+    audit: bool = False
+    warm_up: bool = True
+
+    def __post_init__(self) -> None:
+        """Check every value.
+
+        Raises:
+            ValueError: a value has the wrong type or lies outside its range; the message has the rule and the remedy.
+        """
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(choices)}; got {getattr(self, name)!r}")
+        for name, low in _INTEGERS.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < low:
+                raise ValueError(f"{name} must be an integer of at least {low}; got {value!r}")
+        for name in ("gpu_memory_utilization", "state_memory_share"):
+            self._check_number(name, 1.0)
+        self._check_number("pool_memory_gib", float("inf"))
+        if self.gpu_memory_utilization == 0:
+            raise ValueError("gpu_memory_utilization must be above 0; got 0")
+        self._check_grid()
+
+    def _check_number(self, name: str, most: float) -> None:
+        value = getattr(self, name)
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not 0 <= value <= most
+            or value == float("inf")
+        ):
+            raise ValueError(f"{name} must be a finite number in 0..{most}; got {value!r}")
+
+    def _check_grid(self) -> None:
+        if self.block_size != BLOCK_GRID:
+            raise ValueError(
+                f"block_size must be {BLOCK_GRID}, the kernels' chunk; got {self.block_size}: prefix hits already have that grain"
+            )
+        if self.state_interval % self.block_size:
+            raise ValueError(
+                f"state_interval must be a multiple of block_size ({self.block_size}); got {self.state_interval}"
+            )
+        if self.max_num_batched_tokens < self.block_size:
+            raise ValueError(
+                f"max_num_batched_tokens must be at least one block ({self.block_size}); got {self.max_num_batched_tokens}"
+            )
+
+    @classmethod
+    def from_arguments(cls, model: str, arguments: Mapping[str, object]) -> "EngineConfig":
+        """Make a config from keyword arguments, vLLM's names included.
+
+        Raises:
+            ValueError: a value is out of range, or a vLLM setting asks for what this engine does not do.
+            TypeError: an unknown keyword; the message names the closest known one.
+        """
+        known = {field.name for field in fields(cls)}
+        settings: dict[str, object] = {}
+        for name, value in arguments.items():
+            if name in known:
+                settings[name] = value
+            elif name in _FROM_VLLM:
+                settings |= _FROM_VLLM[name](value)
+            else:
+                near = get_close_matches(name, [*known, *_FROM_VLLM], 1)
+                hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(sorted(known))}"
+                raise TypeError(f"LLM() has no argument {name!r}{hint}")
+        return cls(model=model, **settings)  # pyright: ignore[reportArgumentType] - __post_init__ checks each
+
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "dtype": ("auto", "bfloat16", "float16", "float32"),
+    "load_format": ("auto", "safetensors", "dummy"),
+    "kernels": ("auto", "reference", "jax"),
+    "prefix_cache": ("none", "align", "all"),
+    "state_dtype": ("auto", "bfloat16", "float16", "float32"),
+}
+_INTEGERS: dict[str, int] = {
+    "seed": -(2**63),
+    "max_model_len": 0,
+    "max_num_seqs": 1,
+    "max_num_batched_tokens": 1,
+    "state_interval": 1,
+    "block_size": 1,
+    "num_blocks": 0,
+    "num_state_slots": 0,
+}
+
+
+def _only(name: str, remedy: str, *accepted: object) -> Callable[[object], dict[str, object]]:
+    """Accept a setting at values that ask for nothing this engine lacks."""
+
+    def convert(value: object) -> dict[str, object]:
+        if value not in accepted:
+            raise ValueError(f"{name} must be {' or '.join(map(repr, accepted))}; got {value!r}: {remedy}")
+        return {}
+
+    return convert
+
+
+def _renamed(name: str) -> Callable[[object], dict[str, object]]:
+    return lambda value: {} if value is None else {name: value}
+
+
+def _prefix_caching(value: object) -> dict[str, object]:
+    if value is None:
+        return {}
+    if not isinstance(value, bool):
+        raise ValueError(f"enable_prefix_caching must be True, False or None; got {value!r}")
+    return {} if value else {"prefix_cache": "none"}
+
+
+# vLLM's names: either another name of ours, or a setting at the only values that mean what this engine does.
+_FROM_VLLM: dict[str, Callable[[object], dict[str, object]]] = {
+    "enable_prefix_caching": _prefix_caching,
+    "mamba_cache_mode": _renamed("prefix_cache"),
+    "mamba_block_size": _renamed("state_interval"),
+    "mamba_ssm_cache_dtype": _renamed("state_dtype"),
+    "num_gpu_blocks_override": _renamed("num_blocks"),
+    "enforce_eager": lambda value: {"warm_up": not value},
+    "tensor_parallel_size": _only("tensor_parallel_size", "one device runs the model", 1),
+    "pipeline_parallel_size": _only("pipeline_parallel_size", "one device runs the model", 1),
+    "data_parallel_size": _only("data_parallel_size", "start one engine per replica", 1),
+    "enable_chunked_prefill": _only("enable_chunked_prefill", "prefill is always chunked", True, None),
+    "speculative_config": _only("speculative_config", "speculation is not there yet", None),
+    "quantization": _only("quantization", "it is read from the model's config", None, "fp8"),
+    "kv_cache_dtype": _only("kv_cache_dtype", "KV pages have the model's dtype", "auto"),
+    "tokenizer_mode": _only("tokenizer_mode", "tokenizer.json is always used", "auto"),
+    "trust_remote_code": _only("trust_remote_code", "no code of a checkpoint ever runs", True, False),
+    "disable_log_stats": _only("disable_log_stats", "statistics are read with LLM.stats()", True, False),
+    "cpu_offload_gb": _only("cpu_offload_gb", "weights stay on the device", 0),
+    "swap_space": _only("swap_space", "preempted requests are recomputed, not swapped", 0, 4, None),
+    "revision": _only("revision", "models are local folders", None),
+    "download_dir": _only("download_dir", "models are local folders", None),
+}

@@ -1,0 +1,63 @@
+"""The error tree of serving. `http/errors.py` is the only map from here to status codes.
+
+EngineError
+├── RequestError (ValueError)       the caller's fault: this request is refused, nothing else is touched
+│   ├── DuplicateRequestError           its id is in use
+│   ├── InvalidParameterError           a value of the wrong type or out of its range
+│   ├── InvalidPromptError              an empty prompt, or text or token ids that cannot be encoded or embedded
+│   ├── PromptTooLongError              prompt and wanted tokens exceed what one request may hold
+│   └── UnsupportedParameterError       a known setting or content kind that this engine does not offer
+├── StartupError (ValueError)       a config, file or combination of settings with which the engine cannot start
+└── DeviceError                     a step failed on the device: the requests in it fail, the engine goes on
+InvariantError (AssertionError)     our bug: the books contradict themselves, the engine stops
+
+A message states the rule, the value received and the remedy. `UnsupportedKernelError` lives in `kernels/dispatch.py`.
+"""
+
+
+class EngineError(Exception):
+    """Base of every error that serving raises on purpose."""
+
+
+class RequestError(EngineError, ValueError):
+    """A request that cannot be served as it stands; the caller has to change it.
+
+    Attributes:
+        parameter: name of the field at fault, e.g. "temperature" or "messages[2].content"; None when none is to blame.
+    """
+
+    def __init__(self, message: str, *, parameter: str | None = None) -> None:
+        super().__init__(message)
+        self.parameter = parameter
+
+
+class DuplicateRequestError(RequestError):
+    """A live request has the id already."""
+
+
+class InvalidParameterError(RequestError):
+    """A parameter has the wrong type or lies outside its range."""
+
+
+class InvalidPromptError(RequestError):
+    """The prompt is empty, cannot be encoded, or holds token ids outside the vocabulary."""
+
+
+class PromptTooLongError(RequestError):
+    """The prompt, or the prompt and the tokens asked for, can never fit; the message names the numbers."""
+
+
+class UnsupportedParameterError(RequestError):
+    """A known parameter, or kind of content, that this engine does not offer."""
+
+
+class StartupError(EngineError, ValueError):
+    """The engine cannot start with this model folder or these settings."""
+
+
+class DeviceError(EngineError):
+    """A step failed on the device; its requests fail, the others are requeued."""
+
+
+class InvariantError(AssertionError):
+    """The bookkeeping contradicts itself. A bug of this project: nothing catches it but the engine's own stop."""

@@ -1,0 +1,272 @@
+"""The synchronous loop: plan, build, run, cut, commit, emit. One thread owns it.
+
+Engine composes the scheduler (host books), the runner (device) and one Cutter per request (text and stop rules). It says
+nothing to anybody: `step()` returns what each request got, and the Python API, the async engine and the server pass it on.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gdn_jax.serving.core.errors import InvariantError
+from gdn_jax.serving.core.plan import RowCut, RowPlan, StepPlan, StepResult
+from gdn_jax.serving.core.request import FinishReason, Request, RequestId
+from gdn_jax.serving.core.scheduler import Scheduler
+from gdn_jax.serving.cut import Cutter, TokenOutput
+from gdn_jax.serving.runner.runner import RequestSampling, Runner
+from gdn_jax.serving.runner.sampling import RowSampling
+from gdn_jax.serving.sampling_params import SamplingParams
+from gdn_jax.serving.text.tokenizer import Tokenizer
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOutput:
+    """What one step gave one request.
+
+    Attributes:
+        request_id: whose.
+        output: tokens, text, logprobs, and the finish reason in the last one.
+        num_cached_tokens: tokens of its prompt that came from the cache; None while it has not been admitted.
+    """
+
+    request_id: RequestId
+    output: TokenOutput
+    num_cached_tokens: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineStats:
+    """Counts since start, and gauges now.
+
+    Attributes:
+        queried_tokens: tokens looked up in the prefix cache.
+        hit_tokens: those that came from it.
+        gap_tokens: known tokens computed again for their state.
+        prefilled_tokens: tokens computed in prefill.
+        output_tokens: tokens emitted and kept.
+        saves: checkpoints published.
+        saves_skipped: checkpoints that found no slot.
+        evictions: checkpoints evicted.
+        preemptions: requests that gave everything back.
+        steps: steps run.
+        failed_steps: steps that raised.
+        checkpoints: published now.
+        blocks_used: held now, of `blocks`.
+        blocks: KV blocks in all.
+        slots_used: running, reserved or pinned now, of `slots`.
+        slots: state slots in all.
+        waiting: requests that hold nothing.
+        running: requests that hold a lane.
+    """
+
+    queried_tokens: int
+    hit_tokens: int
+    gap_tokens: int
+    prefilled_tokens: int
+    output_tokens: int
+    saves: int
+    saves_skipped: int
+    evictions: int
+    preemptions: int
+    steps: int
+    failed_steps: int
+    checkpoints: int
+    blocks_used: int
+    blocks: int
+    slots_used: int
+    slots: int
+    waiting: int
+    running: int
+
+
+class Engine:
+    """Runs requests; see the module docstring."""
+
+    def __init__(
+        self, scheduler: Scheduler, runner: Runner, *, tokenizer: Tokenizer | None, end_token_ids: Sequence[int]
+    ) -> None:
+        """Compose an engine.
+
+        Args:
+            scheduler: the books; its limits are the runner's.
+            runner: the device.
+            tokenizer: None when text is neither read nor made.
+            end_token_ids: the model's end tokens.
+        """
+        self._scheduler, self._runner = scheduler, runner
+        self._tokenizer, self._end_token_ids = tokenizer, tuple(end_token_ids)
+        self._cutters: dict[RequestId, Cutter] = {}
+        self._num_output_tokens = self._num_steps = self._num_failed_steps = 0
+        self._evictions_before = 0
+
+    def add(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        seed: int,
+        max_tokens: int,
+        priority: int = 0,
+        turn_borders: tuple[int, ...] = (),
+        cache_salt: str = "",
+        leader: str | None = None,
+    ) -> None:
+        """Queue one completion of one prompt.
+
+        Args:
+            request_id: not in use.
+            prompt: token ids, checked by the caller.
+            params: how it samples and ends; `n` is the caller's business.
+            seed: of its noise.
+            max_tokens: most tokens it may emit.
+            priority: lower goes first.
+            turn_borders: token counts up to which the next turn may share this prompt.
+            cache_salt: shares cached prefixes only with requests of the same salt.
+            leader: id of a request with the same prompt whose checkpoint it waits for.
+
+        Raises:
+            RequestError: the id is in use, or it could never run to its end here.
+        """
+        request = self._scheduler.add(
+            RequestId(request_id),
+            prompt,
+            max_tokens=max_tokens,
+            seed=seed,
+            priority=priority,
+            turn_borders=turn_borders,
+            cache_salt=cache_salt.encode(),
+            leader=None if leader is None else RequestId(leader),
+        )
+        self._cutters[request.request_id] = Cutter(
+            params, prompt, max_tokens, tokenizer=self._tokenizer, end_token_ids=self._end_token_ids
+        )
+        self._runner.add(request.request_id, self._sampling(params, seed, len(prompt)))
+
+    def _sampling(self, params: SamplingParams, seed: int, num_prompt: int) -> RequestSampling:
+        row = RowSampling(
+            temperature=0.0 if params.greedy else params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            seed=seed,
+            banned=self._banned_ids(params),
+            banned_until=num_prompt + params.min_tokens,
+        )
+        return RequestSampling(row=row, num_logprobs=params.logprobs)
+
+    def _banned_ids(self, params: SamplingParams) -> tuple[int, ...]:
+        """Tokens that would end a request, which it must not draw below `min_tokens`."""
+        if params.min_tokens == 0:
+            return ()
+        ends = () if params.ignore_eos else self._end_token_ids
+        return tuple(dict.fromkeys([*ends, *(params.stop_token_ids or ())]))
+
+    def abort(self, request_id: str) -> bool:
+        """Drop a request for good; returns whether it was live. It gets no further output."""
+        aborted = self._scheduler.abort(RequestId(request_id))
+        if aborted:
+            self._forget(RequestId(request_id))
+        return aborted
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix."""
+        self._scheduler.reset_prefix_cache()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return self._scheduler.has_work
+
+    def step(self) -> list[EngineOutput]:
+        """Run one step; returns what each row's request got.
+
+        A step that raises on the device fails its rows (finish reason ERROR), requeues the other running requests with
+        their tokens, and starts with empty pools and cache again.
+        """
+        plan = self._scheduler.plan()
+        if plan is None:
+            if self._scheduler.num_running:
+                raise InvariantError("requests are running, and none of them can go on")
+            return []
+        if _LOG.isEnabledFor(logging.DEBUG):
+            _LOG.debug("%s", plan)
+        self._num_steps += 1
+        try:
+            result = self._runner.run(plan)
+        except Exception:  # whatever the device or its compiler says; bugs of ours in the books raise elsewhere
+            _LOG.exception("a step failed: its requests end, pools and cache start afresh (%s)", plan)
+            return self._fail(plan)
+        return self._commit(plan, result)
+
+    def _commit(self, plan: StepPlan, result: StepResult) -> list[EngineOutput]:
+        cuts: list[RowCut] = []
+        outputs: list[EngineOutput] = []
+        for row, row_result in zip(plan.rows, result.rows, strict=True):
+            cutter = self._cutters.get(row.request_id)
+            if cutter is None or not row.emits:  # a closing row, or more prompt to come
+                cuts.append(RowCut(num_kept=0))
+                continue
+            if not row_result.finite:
+                _LOG.error("request %s: its logits are not finite; it ends here", row.request_id)
+                cut, output = RowCut(num_kept=0, finish=FinishReason.ERROR), cutter.fail()
+            else:
+                cut, output = cutter.cut(row_result.tokens)
+                output.logprobs = list(row_result.logprobs[: cut.num_kept])
+            self._num_output_tokens += cut.num_kept
+            cuts.append(cut)
+            outputs.append(self._output(row, output))
+        for request in self._scheduler.commit(plan, result, cuts):
+            self._forget(request.request_id)
+        return outputs
+
+    def _output(self, row: RowPlan, output: TokenOutput) -> EngineOutput:
+        cached = self._scheduler.get(row.request_id).num_cached
+        return EngineOutput(request_id=row.request_id, output=output, num_cached_tokens=cached)
+
+    def _fail(self, plan: StepPlan) -> list[EngineOutput]:
+        self._num_failed_steps += 1
+        self._evictions_before += self._scheduler.holdings.checkpoints.num_evicted
+        failed: list[Request] = self._scheduler.fail(plan)
+        self._runner.reset()
+        outputs: list[EngineOutput] = []
+        for request in failed:
+            cutter = self._cutters.get(request.request_id)
+            if cutter is not None and request.finish is FinishReason.ERROR:
+                outputs.append(
+                    EngineOutput(
+                        request_id=request.request_id, output=cutter.fail(), num_cached_tokens=request.num_cached
+                    )
+                )
+            self._forget(request.request_id)
+        return outputs
+
+    def _forget(self, request_id: RequestId) -> None:
+        self._cutters.pop(request_id, None)
+        self._runner.forget(request_id)
+
+    def stats(self) -> EngineStats:
+        """Return counts since start and gauges now."""
+        counts, holdings = self._scheduler.counts, self._scheduler.holdings
+        return EngineStats(
+            queried_tokens=counts.queried_tokens,
+            hit_tokens=counts.hit_tokens,
+            gap_tokens=counts.gap_tokens,
+            prefilled_tokens=counts.prefilled_tokens,
+            output_tokens=self._num_output_tokens,
+            saves=counts.saves,
+            saves_skipped=counts.saves_skipped,
+            evictions=self._evictions_before + holdings.checkpoints.num_evicted,
+            preemptions=counts.preemptions,
+            steps=self._num_steps,
+            failed_steps=self._num_failed_steps,
+            checkpoints=holdings.checkpoints.num_published,
+            blocks_used=holdings.blocks.num_held(),
+            blocks=holdings.blocks.num_usable,
+            slots_used=holdings.checkpoints.num_owned,
+            slots=holdings.checkpoints.num_usable,
+            waiting=self._scheduler.num_waiting,
+            running=self._scheduler.num_running,
+        )

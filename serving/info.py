@@ -1,0 +1,81 @@
+"""What a model is, what it needs and what fits, from its config alone."""
+
+import json
+from pathlib import Path
+
+from gdn_jax.config import ModelConfig
+from gdn_jax.errors import ConfigError
+from gdn_jax.model import resolve_dtype
+from gdn_jax.serving.core.errors import StartupError
+from gdn_jax.serving.runner.memory import MemoryRequest, describe_bytes, plan_memory
+from gdn_jax.sizes import (
+    kv_bytes_per_token,
+    mtp_kv_bytes_per_token,
+    parameter_count,
+    state_bytes_per_slot,
+    weight_bytes,
+)
+
+_GIB = 1 << 30
+
+
+def describe_model(model: str, *, memory_gib: float, dtype: str) -> dict[str, str]:
+    """Return lines of a report by name.
+
+    Args:
+        model: folder with config.json, or a config file.
+        memory_gib: memory of the device that should run it, in GiB.
+        dtype: "auto" or a dtype by name.
+
+    Raises:
+        ConfigError: the config cannot be used, or the memory is not a positive number.
+    """
+    if not 0 < memory_gib < float("inf"):
+        raise ConfigError(f"memory_gib must be a positive number; got {memory_gib}")
+    config = _read(Path(model))
+    name = str(resolve_dtype(dtype, config))
+    main, mtp = parameter_count(config)
+    kv, mtp_kv = kv_bytes_per_token(config, name), mtp_kv_bytes_per_token(config, name)
+    state = state_bytes_per_slot(config, config.state_dtype, name)
+    quantized = "" if config.quantization is None else ", FP8 weights"
+    return {
+        "model": f"{config.model_type}, {config.num_gdn_layers} GDN + {config.num_attention_layers} attention layers",
+        "parameters": f"{main:,} and {mtp:,} in the MTP head",
+        "weights": f"{describe_bytes(weight_bytes(config))} on disk{quantized}, MTP head included",
+        "state": f"{describe_bytes(state)} per sequence or checkpoint, {config.state_dtype} recurrent part",
+        "kv": f"{describe_bytes(kv)} per token, and {describe_bytes(mtp_kv)} for the MTP head, {name}",
+        "context": f"{config.max_position_embeddings} tokens, {describe_bytes(kv * config.max_position_embeddings)} of KV",
+        "fits": _what_fits(config, memory_gib, name),
+    }
+
+
+def _read(path: Path) -> ModelConfig:
+    if not path.is_file():
+        return ModelConfig.from_folder(path)
+    try:
+        return ModelConfig.from_dict(json.loads(path.read_text(encoding="utf-8")))
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path} must be JSON; {error}") from error
+
+
+def _what_fits(config: ModelConfig, memory_gib: float, dtype: str) -> str:
+    request = MemoryRequest(
+        total_bytes=int(memory_gib * _GIB * 0.9),
+        pool_bytes=0,
+        dtype=dtype,
+        state_dtype=config.state_dtype,
+        max_model_len=0,
+        max_num_seqs=16,
+        budget=2048,
+        window=1,
+        block_size=64,
+    )
+    try:
+        plan = plan_memory(config, request)
+    except StartupError as problem:
+        return f"not in {memory_gib:g} GiB: {problem}"
+    tokens = (plan.num_blocks - 1) * plan.block_size
+    return (
+        f"in {memory_gib:g} GiB: {plan.max_num_seqs} sequences at once, {tokens:,} tokens of KV, "
+        f"{plan.num_slots - 1} states"
+    )

@@ -1,0 +1,253 @@
+"""LLM: the Python API, shaped so that a vLLM script ports by changing its import."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import cast
+
+from tqdm import tqdm
+
+from gdn_jax.serving.collector import Collector
+from gdn_jax.serving.config import EngineConfig
+from gdn_jax.serving.core.errors import InvalidParameterError, PromptTooLongError
+from gdn_jax.serving.engine import EngineStats
+from gdn_jax.serving.outputs import RequestOutput
+from gdn_jax.serving.prompts import EncodedPrompt, Prompt, PromptReader, as_prompts
+from gdn_jax.serving.runner.sampling import derive_seed, sibling_seed
+from gdn_jax.serving.sampling_params import SamplingParams
+from gdn_jax.serving.startup import build_engine
+from gdn_jax.serving.text.tokenizer import Tokenizer
+
+Message = Mapping[str, object]
+
+
+class LLM:
+    """A model with its engine in this process.
+
+    Not safe for use by several threads at once.
+    """
+
+    def __init__(self, model: str, **settings: object) -> None:
+        """Load a model and get ready to run; every choice made is logged.
+
+        Args:
+            model: a folder with config.json, weights and tokenizer.
+            settings: fields of `EngineConfig`, or vLLM's names where they mean the same; and `use_tqdm`
+                (default True) to show progress while loading.
+
+        Raises:
+            TypeError: an unknown setting.
+            ValueError: a setting out of range, or a model that cannot be loaded; subclasses say which.
+        """
+        show = bool(settings.pop("use_tqdm", True))
+        self.config = EngineConfig.from_arguments(model, settings)
+        parts = build_engine(self.config, show_progress=show)
+        self._engine, self._tokenizer, self._defaults = parts.engine, parts.tokenizer, parts.defaults
+        self._reader = PromptReader(parts.tokenizer, parts.chat_template, parts.model_config.vocab_size)
+        self.model_config = parts.model_config
+        self.max_model_len = parts.memory.max_model_len
+        self._num_requests = 0
+        self._num_seedless = 0
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return what `generation_config.json` recommends; used where a call brings no parameters."""
+        found = self._defaults
+        return SamplingParams(temperature=found.temperature, top_p=found.top_p, top_k=found.top_k, min_p=found.min_p)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer: `encode(text)`, `decode(ids)`."""
+        return self._tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+        cache_salt: str = "",
+    ) -> list[RequestOutput]:
+        """Complete prompts; one output per prompt, in order.
+
+        Args:
+            prompts: one prompt or a list: text, token ids, or {"prompt": text} / {"prompt_token_ids": ids}.
+            sampling_params: one for all, or one per prompt; None: `get_default_sampling_params()`.
+            use_tqdm: show a progress bar.
+            priority: one per prompt; lower goes first.
+            cache_salt: share cached prefixes only with requests of the same salt.
+
+        Raises:
+            RequestError: a prompt or parameter cannot be served; nothing of the call is run then.
+        """
+        encoded = [self._reader.read(prompt) for prompt in as_prompts(prompts)]
+        return self._run(encoded, sampling_params, priority, cache_salt, use_tqdm=use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        cache_salt: str = "",
+        **template: object,
+    ) -> list[RequestOutput]:
+        """Answer conversations, rendered with the model's own chat template.
+
+        Args:
+            messages: one conversation, or a list of them.
+            sampling_params: as for `generate`.
+            use_tqdm: show a progress bar.
+            cache_salt: as for `generate`.
+            template: `tools` (function schemas), `add_generation_prompt` (default True), `continue_final_message`
+                (default False), `chat_template_kwargs` (extra names for the template, such as enable_thinking).
+
+        Raises:
+            RequestError: as for `generate`; also messages, tools or options that the template cannot take.
+        """
+        listed = list(messages)
+        several = bool(listed) and not isinstance(listed[0], Mapping)
+        conversations = cast("list[object]", listed if several else [listed])
+        encoded = [self._reader.render(conversation, **template) for conversation in conversations]
+        return self._run(encoded, sampling_params, None, cache_salt, use_tqdm=use_tqdm)
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, cache_salt: str = ""
+    ) -> Iterator[RequestOutput]:
+        """Complete one prompt, yielding after every step that brought something; each output holds all there is so far.
+
+        The request starts with the call, not with the first item. Leaving the iteration early aborts it.
+        """
+        params = self._params_for(1, sampling_params)
+        (collector,) = self._submit([self._reader.read(prompt)], params, [0], cache_salt)
+        return self._stream(collector)
+
+    def stream_chat(
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        cache_salt: str = "",
+        **template: object,
+    ) -> Iterator[RequestOutput]:
+        """Answer one conversation as `stream` completes a prompt; `template` as for `chat`."""
+        params = self._params_for(1, sampling_params)
+        (collector,) = self._submit([self._reader.render(list(messages), **template)], params, [0], cache_salt)
+        return self._stream(collector)
+
+    def stats(self) -> EngineStats:
+        """Return counts since start and gauges now."""
+        return self._engine.stats()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix."""
+        self._engine.reset_prefix_cache()
+
+    def _run(
+        self,
+        prompts: Sequence[EncodedPrompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: Sequence[int] | None,
+        cache_salt: str,
+        *,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        if priority is not None and len(priority) != len(prompts):
+            raise InvalidParameterError(
+                f"priority must have one entry per prompt ({len(prompts)}); got {len(priority)}", parameter="priority"
+            )
+        params = self._params_for(len(prompts), sampling_params)
+        collectors = self._submit(prompts, params, priority or [0] * len(prompts), cache_salt)
+        by_name = {name: collector for collector in collectors for name in collector.names}
+        with tqdm(total=len(collectors), desc="prompts", disable=not use_tqdm, leave=False) as bar:
+            try:
+                while self._engine.has_work:
+                    for output in self._engine.step():
+                        if (collector := by_name.get(output.request_id)) is not None:
+                            collector.take(output)
+                            bar.update(collector.just_finished())
+            except BaseException:
+                self._abort(by_name)
+                raise
+        return [collector.output() for collector in collectors]
+
+    def _params_for(
+        self, num_prompts: int, params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[SamplingParams]:
+        if params is None:
+            params = self.get_default_sampling_params()
+        if isinstance(params, SamplingParams):
+            return [params] * num_prompts
+        if not isinstance(params, list | tuple) or not all(isinstance(one, SamplingParams) for one in params):
+            raise InvalidParameterError(
+                f"sampling_params must be SamplingParams, a list of them, or None; got {type(params).__name__}",
+                parameter="sampling_params",
+            )
+        if len(params) != num_prompts:
+            raise InvalidParameterError(
+                f"sampling_params must have one entry per prompt ({num_prompts}); got {len(params)}",
+                parameter="sampling_params",
+            )
+        return list(params)
+
+    def _submit(
+        self,
+        prompts: Sequence[EncodedPrompt],
+        params: Sequence[SamplingParams],
+        priorities: Sequence[int],
+        cache_salt: str,
+    ) -> list[Collector]:
+        """Queue all prompts, or none of them."""
+        collectors: list[Collector] = []
+        try:
+            for prompt, one, priority in zip(prompts, params, priorities, strict=True):
+                name, self._num_requests = str(self._num_requests), self._num_requests + 1
+                names = [name if index == 0 else f"{name}-{index}" for index in range(one.n)]
+                collectors.append(Collector(names, prompt, one, self._tokenizer))
+                seed, max_tokens = self._seed(one), self._max_tokens(one, len(prompt.token_ids))
+                for index, completion in enumerate(names):
+                    self._engine.add(
+                        completion,
+                        prompt.token_ids,
+                        one,
+                        seed=sibling_seed(seed, index),
+                        max_tokens=max_tokens,
+                        priority=priority,
+                        turn_borders=prompt.turn_borders,
+                        cache_salt=cache_salt,
+                        leader=name if index else None,
+                    )
+        except BaseException:
+            self._abort(name for collector in collectors for name in collector.names)
+            raise
+        return collectors
+
+    def _seed(self, params: SamplingParams) -> int:
+        if params.seed is not None:
+            return params.seed
+        self._num_seedless += 1
+        return derive_seed(self.config.seed, self._num_seedless - 1)
+
+    def _max_tokens(self, params: SamplingParams, num_prompt: int) -> int:
+        room = self.max_model_len - num_prompt
+        if room < 1:
+            raise PromptTooLongError(
+                f"a prompt must be shorter than max_model_len ({self.max_model_len}); got {num_prompt} tokens; shorten "
+                "it, or raise max_model_len",
+                parameter="prompt",
+            )
+        return room if params.max_tokens is None else params.max_tokens
+
+    def _stream(self, collector: Collector) -> Iterator[RequestOutput]:
+        try:
+            while not collector.finished:
+                outputs = [output for output in self._engine.step() if output.request_id in collector.names]
+                for output in outputs:
+                    collector.take(output)
+                if outputs:
+                    yield collector.output()
+            while self._engine.has_work:  # the closing row, whose checkpoint the next turn will want
+                self._engine.step()
+        finally:
+            self._abort(collector.names)
+
+    def _abort(self, names: "Sequence[str] | Mapping[str, object] | Iterator[str]") -> None:
+        for name in names:
+            self._engine.abort(name)

@@ -1,0 +1,44 @@
+"""Sampling parameters by lane, on the host: set when a request gets its lane, gathered by each step's rows."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from gdn_jax.serving.core.plan import RowPlan
+from gdn_jax.serving.runner.buckets import fit
+from gdn_jax.serving.runner.sampling import RowSampling, SamplingInputs, pack_rows
+
+_BANNED_SIZES = (4, 16, 64, 256, 1024)  # padded counts of banned ids, so that steps are compiled for few
+
+
+class LaneSampling:
+    """One row of `SamplingInputs` per lane, and whether the lane's request wants log probabilities."""
+
+    def __init__(self, num_lanes: int) -> None:
+        """Create lanes that nobody uses: greedy ones."""
+        self._rows = [RowSampling()] * num_lanes
+        self._num_top = [-1] * num_lanes  # -1: no log probabilities wanted
+        self._pack()
+
+    def assign(self, lane: int, row: RowSampling, num_logprobs: int | None) -> None:
+        """Give a lane to a request."""
+        self._rows[lane] = row
+        self._num_top[lane] = -1 if num_logprobs is None else num_logprobs
+        self._pack()
+
+    def _pack(self) -> None:
+        width = fit(_BANNED_SIZES, max(len(row.banned) for row in self._rows))
+        packed = pack_rows(self._rows, num_rows=len(self._rows), num_banned=width)
+        self._arrays = {name: np.asarray(value) for name, value in vars(packed).items()}
+
+    def num_top(self, lane: int) -> int | None:
+        """Return how many alternatives the lane's request wants; None for no log probabilities."""
+        return None if self._num_top[lane] < 0 else self._num_top[lane]
+
+    def gather(self, rows: Sequence[RowPlan], num_rows: int) -> tuple[SamplingInputs, np.ndarray]:
+        """Return the rows' parameters, padded with greedy rows, and whether any row wants log probabilities."""
+        lanes = np.zeros((num_rows,), np.int32)
+        lanes[: len(rows)] = [row.lane for row in rows]
+        inputs = SamplingInputs(**{name: value[lanes] for name, value in self._arrays.items()})
+        inputs.temperature[len(rows) :] = 0
+        return inputs, np.asarray(any(self._num_top[row.lane] >= 0 for row in rows))

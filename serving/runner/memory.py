@@ -1,0 +1,211 @@
+"""How memory is split between weights, activations, KV blocks and state slots; decided before weights load.
+
+A running request holds one state slot and the blocks of its tokens; what it leaves in the cache is blocks and a few
+checkpoints. So the pools' memory is shared out by what a request of middling length needs of either.
+"""
+
+import logging
+from dataclasses import dataclass
+
+from gdn_jax.config import ModelConfig
+from gdn_jax.serving.core.errors import StartupError
+from gdn_jax.sizes import kv_bytes_per_token, mtp_kv_bytes_per_token, parameter_count, state_bytes_per_slot
+
+_LOG = logging.getLogger(__name__)
+_GIB = 1 << 30
+_ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+_MEAN_TOKENS = 4096  # a conversation of middling length, for the split only
+_CHECKPOINTS_PER_REQUEST = 4  # prompt end, turn border, turn end, junction
+_SPARE = 4  # pools never exceed what this many full sets of the longest requests could fill
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryRequest:
+    """What is asked of the memory; zeros mean "what fits".
+
+    Attributes:
+        total_bytes: memory for weights, activations and pools; 0 without a limit on those (then pool_bytes counts).
+        pool_bytes: memory for the pools; 0: what weights and activations leave of total_bytes.
+        dtype: of weights, activations and KV, by name.
+        state_dtype: of recurrent states at rest, by name.
+        max_model_len: most tokens of one sequence; 0: the model's limit, or what fits.
+        max_num_seqs: running requests.
+        budget: prefill tokens in one step.
+        window: tokens of a replay window.
+        block_size: tokens per block.
+        state_share: share of the pools for state slots; 0: by the rule above.
+        num_blocks: KV blocks, the null block not counted; 0: what fits.
+        num_slots: state slots, the null slot not counted; 0: what fits.
+    """
+
+    total_bytes: int
+    pool_bytes: int
+    dtype: str
+    state_dtype: str
+    max_model_len: int
+    max_num_seqs: int
+    budget: int
+    window: int
+    block_size: int
+    state_share: float = 0.0
+    num_blocks: int = 0
+    num_slots: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """The split; the null block and the null slot are counted in `num_blocks` and `num_slots`."""
+
+    weight_bytes: int
+    activation_bytes: int
+    block_bytes: int
+    slot_bytes: int
+    lane_bytes: int
+    num_blocks: int
+    num_slots: int
+    max_num_seqs: int
+    max_model_len: int
+    block_size: int
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of all blocks, slots and lanes."""
+        return (
+            self.num_blocks * self.block_bytes + self.num_slots * self.slot_bytes + self.max_num_seqs * self.lane_bytes
+        )
+
+    @property
+    def num_longest(self) -> int:
+        """How many sequences of the maximum length fit at once."""
+        blocks = -(-self.max_model_len // self.block_size)
+        return min((self.num_blocks - 1) // blocks, self.num_slots - 1, self.max_num_seqs)
+
+    def lines(self) -> list[str]:
+        """Describe the split for people."""
+        blocks = (self.num_blocks - 1) * self.block_size
+        return [
+            f"weights {describe_bytes(self.weight_bytes)}, activations up to {describe_bytes(self.activation_bytes)}",
+            f"KV: {self.num_blocks - 1} blocks of {self.block_size} tokens ({blocks} tokens), "
+            f"{describe_bytes(self.block_bytes)} each, {describe_bytes(self.num_blocks * self.block_bytes)} in all",
+            f"states: {self.num_slots - 1} slots, {describe_bytes(self.slot_bytes)} each, "
+            f"{describe_bytes(self.num_slots * self.slot_bytes)} in all; {self.max_num_seqs} may run, the rest are checkpoints",
+            f"replay windows: {describe_bytes(self.lane_bytes)} for each of {self.max_num_seqs} lanes",
+            f"{self.num_longest} sequences of {self.max_model_len} tokens fit at once",
+        ]
+
+
+def describe_bytes(size: int) -> str:
+    """Return a size for people: a number and its unit."""
+    for unit, scale in (("GiB", _GIB), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if size >= scale:
+            return f"{size / scale:.2f} {unit}"
+    return f"{size} B"
+
+
+def plan_memory(model: ModelConfig, request: MemoryRequest) -> MemoryPlan:
+    """Split the memory, clamping what need not be and refusing what cannot be.
+
+    Raises:
+        StartupError: weights and activations leave too little for even one sequence.
+    """
+    item = _ITEM_BYTES[request.dtype]
+    weights = sum(parameter_count(model)) * item
+    activations = activation_bytes(model, request)
+    block = request.block_size * (kv_bytes_per_token(model, request.dtype) + _mtp_bytes(model, request.dtype))
+    slot = state_bytes_per_slot(model, request.state_dtype, request.dtype) + model.hidden_size * item
+    lane = request.window * lane_bytes_per_token(model, request.dtype)
+    pool = request.pool_bytes or request.total_bytes - weights - activations
+    limit = request.max_model_len or model.max_position_embeddings
+    if limit > model.max_position_embeddings:
+        raise StartupError(
+            f"max_model_len must be at most the model's {model.max_position_embeddings}; got {limit}; lower it"
+        )
+    shortest = limit if request.max_model_len else min(limit, request.block_size)
+    least = -(-shortest // request.block_size) * block + block + 2 * slot + lane
+    if pool < least:
+        raise StartupError(
+            f"one sequence of {shortest} tokens needs {describe_bytes(least)} beside {describe_bytes(weights)} of weights and "
+            f"{describe_bytes(activations)} of activations; {describe_bytes(max(pool, 0))} are left: lower max_model_len, or give more memory"
+        )
+    seqs = _clamp_seqs(request, pool, slot + lane, least - slot - lane)
+    slots, blocks = _split(request, pool - seqs * lane, slot, block, seqs, limit)
+    fits = (blocks - 1) * request.block_size
+    if fits < limit and request.max_model_len:
+        raise StartupError(
+            f"one sequence of {limit} tokens needs {-(-limit // request.block_size)} blocks and {blocks - 1} fit: lower "
+            "max_model_len, state_memory_share or max_num_seqs, or give more memory"
+        )
+    if fits < limit:
+        _LOG.warning("max_model_len is %d: the model's %d tokens do not fit the KV pool", fits, limit)
+    return MemoryPlan(
+        weight_bytes=weights,
+        activation_bytes=activations,
+        block_bytes=block,
+        slot_bytes=slot,
+        lane_bytes=lane,
+        num_blocks=blocks,
+        num_slots=slots,
+        max_num_seqs=seqs,
+        max_model_len=min(limit, fits),
+        block_size=request.block_size,
+    )
+
+
+def _clamp_seqs(request: MemoryRequest, pool: int, per_seq: int, rest: int) -> int:
+    """Return how many requests may run: each needs a slot and a lane, and one of them all its blocks."""
+    fit = max((pool - rest) // per_seq, 1)
+    if request.num_slots:
+        fit = min(fit, request.num_slots)
+    if request.max_num_seqs > fit:
+        _LOG.warning("max_num_seqs is %d instead of %d: no more state slots fit", fit, request.max_num_seqs)
+    return min(request.max_num_seqs, fit)
+
+
+def _split(request: MemoryRequest, pool: int, slot: int, block: int, seqs: int, limit: int) -> tuple[int, int]:
+    """Return slots and blocks, null ones included."""
+    most_blocks = _SPARE * seqs * -(-limit // request.block_size)
+    if request.state_share:
+        slots = int(pool * request.state_share) // slot
+    else:
+        mean = min(limit, _MEAN_TOKENS)
+        per_request = _CHECKPOINTS_PER_REQUEST * slot + -(-mean // request.block_size) * block
+        free = max(pool - (seqs + 1) * slot - block, 0)
+        slots = seqs + 1 + _CHECKPOINTS_PER_REQUEST * free // per_request
+    slots = max(min(slots, seqs + 1 + most_blocks), seqs + 1)
+    if request.num_slots:
+        slots = request.num_slots + 1
+    blocks = request.num_blocks + 1 if request.num_blocks else min((pool - slots * slot) // block, most_blocks + 1)
+    return slots, max(blocks, 2)
+
+
+def _mtp_bytes(model: ModelConfig, dtype: str) -> int:
+    return mtp_kv_bytes_per_token(model, dtype) if model.num_mtp_layers else 0
+
+
+def lane_bytes_per_token(model: ModelConfig, dtype: str) -> int:
+    """Return what one token of a replay window takes: raw conv input, k, v, g, beta per GDN layer, and a hidden vector."""
+    item = _ITEM_BYTES[dtype]
+    k_and_v = model.num_linear_key_heads * model.linear_key_dim + model.num_linear_value_heads * model.linear_value_dim
+    per_layer = (model.conv_channels + k_and_v) * item + 2 * model.num_linear_value_heads * 4
+    return model.num_gdn_layers * per_layer + model.hidden_size * item
+
+
+def activation_bytes(model: ModelConfig, request: MemoryRequest) -> int:
+    """Return an upper estimate of what the largest step needs beside weights and pools.
+
+    Prefill: the widest layer's inputs and outputs for every token of the budget, float32 chunk matrices of one GDN layer, and
+    one tile of attention scores; decode: float32 logits of every row, twice (sampling sorts a copy).
+    """
+    item, tokens = _ITEM_BYTES[request.dtype], request.budget
+    widest = max(
+        2 * model.num_attention_heads * model.head_dim,
+        model.conv_channels + model.num_linear_value_heads * model.linear_value_dim,
+        3 * model.intermediate_size,
+        3 * model.num_experts_per_token * model.moe_intermediate_size,
+    )
+    layer = tokens * (4 * model.hidden_size + 3 * widest) * item
+    chunk = tokens * model.num_linear_value_heads * (4 * 64 + 3 * model.linear_value_dim + 2 * model.linear_key_dim) * 4
+    length = request.max_model_len or model.max_position_embeddings
+    scores = 64 * model.num_attention_heads * length * 4 + 2 * length * model.num_kv_heads * model.head_dim * item
+    logits = 2 * request.max_num_seqs * request.window * model.vocab_size * 4
+    return layer + chunk + scores + logits

@@ -1,0 +1,191 @@
+"""From an EngineConfig to a running engine: the order in which things are read, planned, said, loaded and compiled.
+
+Files are checked before memory is planned, memory before weights load, weights before anything is compiled: a start that
+fails says why as early as it can and leaves nothing behind.
+"""
+
+import dataclasses
+import hashlib
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+from tqdm import tqdm
+
+from gdn_jax.config import ModelConfig
+from gdn_jax.kernels.dispatch import KernelChoice, choose_kernels
+from gdn_jax.model import LanguageModel, load_model, resolve_dtype
+from gdn_jax.serving.config import EngineConfig
+from gdn_jax.serving.core.placement import CacheMode, Placement
+from gdn_jax.serving.core.scheduler import Limits, Scheduler
+from gdn_jax.serving.engine import Engine
+from gdn_jax.serving.runner.buckets import make_buckets
+from gdn_jax.serving.runner.memory import MemoryPlan, MemoryRequest, plan_memory
+from gdn_jax.serving.runner.runner import PoolSizes, Runner
+from gdn_jax.serving.text.chat_template import ChatTemplate
+from gdn_jax.serving.text.tokenizer import GenerationDefaults, Tokenizer
+from gdn_jax.weights import has_mtp
+
+_LOG = logging.getLogger(__name__)
+_GIB = 1 << 30
+_CPU_POOL_BYTES = _GIB  # a CPU's memory belongs to others too: pool_memory_gib raises this
+_WINDOW = 1  # tokens of a replay window: the pending token
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineParts:
+    """A running engine and what was read and decided for it."""
+
+    engine: Engine
+    model_config: ModelConfig
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate
+    defaults: GenerationDefaults
+    memory: MemoryPlan
+
+
+def build_engine(config: EngineConfig, *, show_progress: bool = True) -> EngineParts:
+    """Read, plan, load, compile.
+
+    Args:
+        config: the settings.
+        show_progress: draw bars on standard error while weights load and steps compile.
+
+    Raises:
+        ConfigError: the model's config cannot be used.
+        StartupError: tokenizer files are missing or damaged, or memory is too small.
+        WeightsError: weight files are damaged or not the model's.
+        UnsupportedKernelError: `kernels` names an implementation that cannot run here.
+    """
+    folder = Path(config.model)
+    model_config = ModelConfig.from_folder(folder)
+    if config.load_format != "dummy" and model_config.num_mtp_layers and not has_mtp(folder):
+        model_config = dataclasses.replace(model_config, num_mtp_layers=0)
+    text_folder = Path(config.tokenizer or config.model)
+    tokenizer = Tokenizer(text_folder, model_config.vocab_size, config_eos=model_config.eos_token_ids)
+    chat_template = ChatTemplate.from_folder(text_folder)
+    dtype = str(resolve_dtype(config.dtype, model_config))
+    kernels = choose_kernels(config.kernels, jax.default_backend())
+    memory = plan_memory(model_config, _memory_request(config, model_config, dtype))
+    _say(config, model_config, dtype, kernels, memory)
+    model = _load(config, show_progress=show_progress)
+    engine = _compose(config, model, memory, tokenizer, show_progress=show_progress)
+    return EngineParts(
+        engine=engine,
+        model_config=model_config,
+        tokenizer=tokenizer,
+        chat_template=chat_template,
+        defaults=GenerationDefaults.from_folder(text_folder),
+        memory=memory,
+    )
+
+
+def _memory_request(config: EngineConfig, model: ModelConfig, dtype: str) -> MemoryRequest:
+    device = jax.devices()[0]
+    total = 0
+    pool = int(config.pool_memory_gib * _GIB)
+    if device.platform == "cpu":
+        pool = pool or min(_CPU_POOL_BYTES, _free_host_bytes() // 2)
+    else:
+        limit = (device.memory_stats() or {}).get("bytes_limit", 0)
+        total = int(limit * config.gpu_memory_utilization)
+    return MemoryRequest(
+        total_bytes=total,
+        pool_bytes=pool,
+        dtype=dtype,
+        state_dtype=_state_dtype(config, model),
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        budget=config.max_num_batched_tokens,
+        window=_WINDOW,
+        block_size=config.block_size,
+        state_share=config.state_memory_share,
+        num_blocks=config.num_blocks,
+        num_slots=config.num_state_slots,
+    )
+
+
+def _free_host_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+
+
+def _state_dtype(config: EngineConfig, model: ModelConfig) -> str:
+    return model.state_dtype if config.state_dtype == "auto" else config.state_dtype
+
+
+def _say(config: EngineConfig, model: ModelConfig, dtype: str, kernels: KernelChoice, memory: MemoryPlan) -> None:
+    """Log what was chosen and why, before anything long begins."""
+    device = jax.devices()[0]
+    _LOG.info("model: %s, %s, %d layers, on %s", model.model_type, dtype, model.num_layers, device.device_kind)
+    _LOG.info("kernels: %s (%s)", kernels.implementation, kernels.reason)
+    mode = f"{config.prefix_cache}, states every {config.state_interval} tokens"
+    _LOG.info("prefix cache: %s", mode if config.prefix_cache == "all" else config.prefix_cache)
+    for line in memory.lines():
+        _LOG.info("memory: %s", line)
+
+
+def _load(config: EngineConfig, *, show_progress: bool) -> LanguageModel:
+    with tqdm(desc="loading weights", unit="B", unit_scale=True, disable=not show_progress, leave=False) as bar:
+        return load_model(
+            config.model,
+            dtype=config.dtype,
+            load_format=config.load_format,
+            kernels=config.kernels,
+            seed=config.seed,
+            progress=_advance(bar),
+        )
+
+
+def _advance(bar: "tqdm[object]") -> Callable[[int, int], None]:
+    def show(done: int, total: int) -> None:
+        bar.total = total
+        bar.update(done - bar.n)
+
+    return show
+
+
+def _compose(
+    config: EngineConfig, model: LanguageModel, memory: MemoryPlan, tokenizer: Tokenizer, *, show_progress: bool
+) -> Engine:
+    buckets = make_buckets(
+        budget=min(config.max_num_batched_tokens, -(-memory.max_model_len // 64) * 64 * memory.max_num_seqs),
+        max_num_seqs=memory.max_num_seqs,
+        max_model_len=memory.max_model_len,
+        block_size=config.block_size,
+        deterministic=config.deterministic,
+    )
+    sizes = PoolSizes(
+        num_blocks=memory.num_blocks,
+        num_slots=memory.num_slots,
+        num_lanes=memory.max_num_seqs,
+        window=_WINDOW,
+        block_size=config.block_size,
+        max_blocks=buckets.table_blocks[-1],
+        state_dtype=_state_dtype(config, model.config),
+    )
+    runner = Runner(model, sizes, buckets, num_valid_tokens=tokenizer.num_tokens)
+    if config.warm_up:
+        with tqdm(desc="compiling", unit="step", disable=not show_progress, leave=False) as bar:
+            runner.warm_up(_advance(bar))
+    limits = Limits(
+        num_blocks=memory.num_blocks,
+        num_slots=memory.num_slots,
+        num_lanes=memory.max_num_seqs,
+        budget=config.max_num_batched_tokens,
+        max_model_len=memory.max_model_len,
+        cache_key=_cache_key(config, model),
+    )
+    placement = Placement(
+        mode=CacheMode(config.prefix_cache), block_size=config.block_size, state_interval=config.state_interval
+    )
+    scheduler = Scheduler(limits, placement)
+    return Engine(scheduler, runner, tokenizer=tokenizer, end_token_ids=tokenizer.end_token_ids)
+
+
+def _cache_key(config: EngineConfig, model: LanguageModel) -> bytes:
+    """Name what a cached state depends on beside tokens, so that no other model's blocks are ever found."""
+    parts: Sequence[object] = (config.model, config.load_format, config.seed, model.dtype, model.config)
+    return hashlib.sha256(repr(parts).encode()).digest()

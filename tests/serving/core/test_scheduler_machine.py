@@ -1,0 +1,135 @@
+"""Random schedules on the tell-tale runner: submit, step, abort, reset, fail, resubmit; every book checked after each."""
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from oracles.core_rig import CoreRig
+
+from gdn_jax.serving.core.errors import PromptTooLongError
+from gdn_jax.serving.core.placement import CacheMode
+from gdn_jax.serving.core.request import FinishReason
+
+TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=30)
+
+
+class CoreMachine(RuleBasedStateMachine):
+    """Drives a core with tiny pools; each request's answer is known beforehand."""
+
+    @initialize(
+        mode=st.sampled_from(list(CacheMode)),
+        num_blocks=st.integers(10, 30),
+        num_slots=st.integers(2, 8),
+        num_lanes=st.integers(1, 4),
+        budget=st.integers(4, 20),
+        num_drafts=st.integers(0, 3),
+        interval=st.sampled_from([4, 8, 12]),
+    )
+    def start(self, **sizes) -> None:
+        self.rig = CoreRig(salts=(b"", b"other"), max_model_len=40, **sizes)
+        self.asked: dict[str, tuple[list[int], int, bool]] = {}
+        self.texts: list[list[int]] = [[0]]
+        self.count = 0
+
+    def _submit(self, prompt, max_tokens, **options) -> None:
+        name = f"r{self.count}"
+        self.count += 1
+        try:
+            self.rig.add(name, prompt, max_tokens=max_tokens, **options)
+        except PromptTooLongError:
+            return
+        self.asked[name] = (list(prompt), max_tokens, options.get("stops", False))
+
+    @rule(
+        prompt=TOKENS,
+        max_tokens=st.integers(1, 12),
+        stops=st.booleans(),
+        salt=st.sampled_from([b"", b"", b"other"]),
+        priority=st.sampled_from([0, 0, 1]),
+        borders=st.lists(st.integers(0, 40), max_size=2),
+    )
+    def submit_fresh(self, prompt, max_tokens, stops, salt, priority, borders) -> None:
+        self._submit(prompt, max_tokens, stops=stops, cache_salt=salt, priority=priority, turn_borders=tuple(borders))
+
+    @rule(data=st.data(), tail=st.lists(st.integers(0, 1), max_size=5), max_tokens=st.integers(1, 12))
+    def submit_follow_up(self, data, tail, max_tokens) -> None:
+        text = data.draw(st.sampled_from(self.texts))
+        cut = data.draw(st.integers(1, len(text)))
+        self._submit([*text[:cut], *tail], max_tokens)
+
+    @rule(prompt=TOKENS, max_tokens=st.integers(1, 6))
+    def submit_twins(self, prompt, max_tokens) -> None:
+        first = f"r{self.count}"
+        self._submit(prompt, max_tokens)
+        self._submit(prompt, max_tokens)
+        self._submit(prompt, max_tokens, leader=first)
+
+    @rule(times=st.integers(1, 6))
+    def step(self, times) -> None:
+        for _ in range(times):
+            self.rig.step()
+        self._collect()
+
+    @rule(data=st.data(), during=st.booleans())
+    def abort(self, data, during) -> None:
+        if not self.asked:
+            return
+        name = data.draw(st.sampled_from(sorted(self.asked)))
+        if during:
+            self.rig.step(abort=name)
+        else:
+            self.rig.scheduler.abort(name)
+        self._collect()
+        self.asked.pop(name, None)
+
+    @rule(during=st.booleans())
+    def reset(self, during) -> None:
+        if during:
+            self.rig.step(reset=True)
+        else:
+            self.rig.scheduler.reset_prefix_cache()
+        assert self.rig.scheduler.holdings.checkpoints.num_published == 0 or during
+        self._collect()
+
+    @rule()
+    @precondition(lambda self: self.count > 2)
+    def fail_a_step(self) -> None:
+        plan = self.rig.scheduler.plan()
+        if plan is None:
+            return
+        ended = self.rig.scheduler.fail(plan)
+        self.rig.make_runner()
+        assert {request.request_id for request in ended} <= {row.request_id for row in plan.rows}
+        for request in ended:
+            assert request.finish in (FinishReason.ERROR, FinishReason.ABORT)
+            self.asked.pop(request.request_id, None)
+
+    def _collect(self) -> None:
+        for name, request in self.rig.ended.items():
+            if name not in self.asked:
+                continue
+            prompt, max_tokens, stops = self.asked.pop(name)
+            if request.finish is FinishReason.ABORT:
+                continue
+            assert self.rig.outputs[name] == self.rig.expected(prompt, max_tokens, stops=stops)
+            self.texts.append([*prompt, *self.rig.outputs[name]])
+
+    @invariant()
+    def books_agree(self) -> None:
+        if hasattr(self, "rig"):
+            self.rig.scheduler.check()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "rig"):
+            return
+        self.rig.run()
+        self._collect()
+        assert not self.asked, "a request was lost"
+        holdings = self.rig.scheduler.holdings
+        assert holdings.blocks.num_held() == 0
+        assert holdings.checkpoints.num_owned == 0
+
+
+CoreMachine.TestCase.settings = settings(
+    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestCoreMachine = CoreMachine.TestCase
