@@ -11,6 +11,7 @@ PYTHON_IN_VENV := .venv/bin/python
 
 DEMO_MODEL := tests/golden/tiny-hybrid
 DEMO_PROMPT := The river
+DEMO_FLAGS := --max-tokens 32 --no-warm-up  # one prompt needs two of the steps that a warm-up compiles
 BENCHMARKS = $(sort $(wildcard benchmarks/*_cpu.py benchmarks/*/*_cpu.py))
 
 help:  ## list these targets
@@ -21,7 +22,7 @@ setup:  ## make .venv with everything that development needs
 
 demo:  ## print tokens from a small model; installs only what running needs
 	@scripts/setup.sh .venv "" "$(JAX_OLDEST)"
-	.venv/bin/gdn-jax generate --model $(DEMO_MODEL) --prompt "$(DEMO_PROMPT)"
+	.venv/bin/gdn-jax generate --model $(DEMO_MODEL) --prompt "$(DEMO_PROMPT)" $(DEMO_FLAGS)
 
 check: setup  ## lint, format, types, import directions
 	$(PYTHON_IN_VENV) -m ruff check

@@ -46,12 +46,16 @@ RULES = {
     "serving.outputs": _rule("serving.core.errors"),
     "serving.cut": _rule("serving.core serving.text serving.sampling_params"),
     "serving.engine": _rule(f"{_STEP} serving.cut serving.sampling_params"),
-    "serving.async_engine": _rule(f"{_STEP} {_API} serving.engine serving.collector"),
-    "serving.collector": _rule(f"{_API} serving.core serving.text serving.engine"),
+    "serving.async_engine": _rule(f"{_STEP} {_API} serving.engine serving.prompts serving.collector"),
+    "serving.prompts": _rule("serving.core.errors serving.text"),
+    "serving.collector": _rule(f"{_API} serving.core serving.text serving.engine serving.prompts"),
     "serving.startup": _rule(f"{_STEP} model kernels serving.engine", "jax tqdm"),
-    "serving.llm": _rule(f"{_STEP} {_API} serving.engine serving.collector serving.startup", "tqdm"),
+    "serving.info": _rule("model serving.core.errors serving.runner"),
+    "serving.llm": _rule(f"{_STEP} {_API} serving.engine serving.prompts serving.collector serving.startup", "tqdm"),
     "serving.http": _rule(f"{_API} serving.async_engine serving.core.errors", "starlette uvicorn msgspec"),
-    "serving.__main__": _rule(f"{_STEP} {_API} model kernels serving.llm serving.startup serving.http", "tqdm tyro"),
+    "serving.__main__": _rule(
+        f"{_STEP} {_API} model kernels serving.info serving.llm serving.startup serving.http", "tqdm tyro"
+    ),
 }
 
 
