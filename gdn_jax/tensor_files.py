@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeGuard
 
 import ml_dtypes
 import numpy as np
@@ -270,7 +271,7 @@ def _stored_tensor(path: Path, name: str, entry: object, start: int) -> StoredTe
     )
 
 
-def _is_counts(value: object) -> bool:
+def _is_counts(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
 
 

@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import SingleDeviceSharding
 from safetensors import deserialize
 from weight_folders import (
     BF16,
@@ -215,7 +216,7 @@ def test_arrays_go_to_the_device_that_is_asked_for(tmp_path):
     config = make_config("q35")
     save(tmp_path, usual_form(config, make_parameters(config)))
     device = jax.devices()[-1]
-    loaded = load_tensors(tmp_path, config, make_targets(config, "float32"), put_on=device)
+    loaded = load_tensors(tmp_path, config, make_targets(config, "float32"), put_on=SingleDeviceSharding(device))
     assert all(array.devices() == {device} and array.committed for array in loaded.values())
 
 
