@@ -11,7 +11,7 @@ PYTHON_IN_VENV := .venv/bin/python
 
 DEMO_MODEL := tests/golden/tiny-hybrid
 DEMO_PROMPT := The river
-DEMO_FLAGS := --max-tokens 32 --no-warm-up  # one prompt needs two of the steps that a warm-up compiles
+DEMO_FLAGS := --max-tokens 32
 BENCHMARKS = $(sort $(wildcard benchmarks/*_cpu.py benchmarks/*/*_cpu.py))
 
 help:  ## list these targets
@@ -42,7 +42,7 @@ test-newest:  ## model, kernel and golden tests on the newest JAX
 test-gpu:  ## kernel and model tests, those marked gpu too, on an NVIDIA GPU
 	@nvidia-smi >/dev/null 2>&1 || { echo "make test-gpu needs an NVIDIA GPU: nvidia-smi does not run here" >&2; exit 1; }
 	@scripts/setup.sh .venv-gpu dev,gpu "$(JAX_OLDEST)"
-	JAX_PLATFORMS=cuda,cpu .venv-gpu/bin/python -m pytest -m "gpu or not gpu" tests/kernels tests/gdn_jax
+	JAX_PLATFORMS=cuda,cpu .venv-gpu/bin/python -m pytest -m "gpu or not gpu" --ignore=tests/serving
 
 bench: setup  ## run the benchmarks that need no GPU
 	@test -n "$(BENCHMARKS)" || { echo "no benchmark for the CPU under benchmarks/" >&2; exit 1; }

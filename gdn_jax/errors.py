@@ -17,7 +17,7 @@ class ConfigError(ModelError):
 
 
 class UnsupportedModelError(ConfigError):
-    """The config asks for something known that this project does not run; the message names it and what is supported."""
+    """The config asks for something this project does not run; the message names it and what is supported."""
 
 
 class WeightsError(ModelError):

@@ -3,8 +3,8 @@
     u = x W_qkv^T;  [q|k|v] = silu(conv(u));  g = -exp(A_log) softplus(x W_a^T + dt_bias);  beta = sigmoid(x W_b^T)
     o = delta_rule(l2norm(q) dk^-0.5, l2norm(k), v, g, beta);  y = gated_norm(o, x W_z^T) W_o^T
 
-The equations are those of Gated Delta Networks (Yang et al. 2024, arXiv:2412.06464, eq. 10) with the parameter names of the
-published checkpoints. The layer owns no state: slots and replay windows come in as arguments and go out as results.
+The equations are those of Gated Delta Networks (Yang et al. 2024, arXiv:2412.06464, eq. 10) with the parameter names of
+the published checkpoints. The layer owns no state: slots and replay windows come in as arguments and go out as results.
 """
 
 import jax.numpy as jnp
@@ -23,7 +23,8 @@ from gdn_jax.state import AdvanceBatch, PrefillBatch, RecurrentState, ReplayWind
 class GatedDeltaNet(nnx.Module):
     """One GDN mixer.
 
-    A_log, dt_bias and the output norm's weight stay float32 whatever the model's dtype: the decay is an exponential of them.
+    A_log, dt_bias and the output norm's weight stay float32 whatever the model's dtype: the decay is an exponential of
+    them.
     """
 
     def __init__(

@@ -1,10 +1,11 @@
 """The multi-token-prediction head: one extra full-attention layer that drafts the token after the next.
 
-    e = norm(embed[token_p]);  h = norm(hidden_{p-1});  x = [e, h] fc^T;  m = norm(layer(x));  draft logits = m lm_head^T
+    e = norm(embed[token_p]);  h = norm(hidden_{p-1});  x = [e, h] fc^T;  m = norm(layer(x));  draft logits = m
+    lm_head^T
 
-`hidden` is the target's vector after its final norm; when drafts feed each other, it is the head's own m. Embedding and output
-matrix are the decoder's. The key and value made from (hidden of p - 1, token p) stand at token slot p, so that an entry
-depends only on tokens its block's hash covers; slot 0 has none and is masked; the rotary position stays p - 1.
+`hidden` is the target's vector after its final norm; when drafts feed each other, it is the head's own m. Embedding and
+output matrix are the decoder's. The key and value made from (hidden of p - 1, token p) stand at token slot p, so that
+an entry depends only on tokens its block's hash covers; slot 0 has none and is masked; the rotary position stays p - 1.
 """
 
 import jax.numpy as jnp

@@ -1,8 +1,8 @@
 """What layers read and return: KV pages, state slots, replay windows; their shapes and bytes.
 
 A state slot is one index into `recurrent` and `conv` of every GDN layer and into `hidden`; a page is one index into
-`k` and `v` of every full-attention layer. Replay windows and nothing else are indexed by lane. Owners of the indices live in
-`serving`; here are only arrays.
+`k` and `v` of every full-attention layer. Replay windows and nothing else are indexed by lane. Owners of the indices
+live in `serving`; here are only arrays.
 """
 
 from dataclasses import dataclass
@@ -54,7 +54,8 @@ class ModelState:
         layers: `RecurrentState` or `KVPages`, one per decoder layer.
         hidden: the target's final hidden vector (after the final norm) of each slot's newest token.
         replay_hidden: final hidden vectors of the tokens in the replay windows.
-        mtp: pages of the MTP layer; None without one. The entry made from (hidden of p - 1, token p) stands at token slot p.
+        mtp: pages of the MTP layer; None without one. The entry made from (hidden of p - 1, token p) stands at token
+        slot p.
     """
 
     layers: tuple[RecurrentState | KVPages, ...]
@@ -76,7 +77,7 @@ class PrefillBatch:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class AdvanceBatch:
-    """One window of new tokens per row. A padding row's lane lies past the last lane, so that its stores are dropped."""
+    """One window of new tokens per row. A padding row's lane lies past the last lane: its stores are dropped."""
 
     token_ids: Int[AnyArray, "rows T"]
     rows: AdvanceRows

@@ -1,7 +1,7 @@
 """EngineConfig: everything a person may set about an engine, checked once, complete from then on.
 
-The Python API, the command line and the server all fill this one class. vLLM's argument names are accepted where they mean the
-same (`from_arguments`). Standard library only: what needs the model or the device is decided in `memory.py`.
+The Python API, the command line and the server all fill this one class. vLLM's argument names are accepted where they
+mean the same (`from_arguments`). Standard library only: what needs the model or the device is decided in `memory.py`.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,6 +13,7 @@ PrefixCache = Literal["none", "align", "all"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 Kernels = Literal["auto", "reference", "jax"]
+WarmUp = bool | Literal["auto"]
 BLOCK_GRID = 64  # the kernels' chunk: block sizes are multiples of it
 
 
@@ -41,7 +42,8 @@ class EngineConfig:
         num_state_slots: state slots for running requests and checkpoints; 0: what fits.
         deterministic: one padded size per phase, so that results are equal bits whatever else runs.
         audit: check the cache against fresh recomputation after every step; slow, for tests.
-        warm_up: compile every step before the first request.
+        warm_up: compile every step before the first request; auto: on an accelerator, and not on a CPU.
+        compile_cache: folder that keeps compiled steps for the next start; empty: none is kept.
     """
 
     model: str
@@ -64,7 +66,8 @@ class EngineConfig:
     num_state_slots: int = 0
     deterministic: bool = False
     audit: bool = False
-    warm_up: bool = True
+    warm_up: WarmUp = "auto"
+    compile_cache: str = "~/.cache/gdn-jax"
 
     def __post_init__(self) -> None:
         """Check every value.
@@ -79,6 +82,8 @@ class EngineConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
                 raise ValueError(f"{name} must be an integer of at least {low}; got {value!r}")
+        if self.warm_up not in (True, False, "auto"):
+            raise ValueError(f"warm_up must be True, False or 'auto'; got {self.warm_up!r}")
         for name in ("gpu_memory_utilization", "state_memory_share"):
             self._check_number(name, 1.0)
         self._check_number("pool_memory_gib", float("inf"))
@@ -99,7 +104,7 @@ class EngineConfig:
     def _check_grid(self) -> None:
         if self.block_size != BLOCK_GRID:
             raise ValueError(
-                f"block_size must be {BLOCK_GRID}, the kernels' chunk; got {self.block_size}: prefix hits already have that grain"
+                f"block_size must be {BLOCK_GRID}, the kernels' chunk and the grain of hits; got {self.block_size}"
             )
         if self.state_interval % self.block_size:
             raise ValueError(
@@ -107,7 +112,8 @@ class EngineConfig:
             )
         if self.max_num_batched_tokens < self.block_size:
             raise ValueError(
-                f"max_num_batched_tokens must be at least one block ({self.block_size}); got {self.max_num_batched_tokens}"
+                f"max_num_batched_tokens must be at least one block ({self.block_size}); "
+                f"got {self.max_num_batched_tokens}"
             )
 
     @classmethod

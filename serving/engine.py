@@ -1,7 +1,8 @@
 """The synchronous loop: plan, build, run, cut, commit, emit. One thread owns it.
 
-Engine composes the scheduler (host books), the runner (device) and one Cutter per request (text and stop rules). It says
-nothing to anybody: `step()` returns what each request got, and the Python API, the async engine and the server pass it on.
+Engine composes the scheduler (host books), the runner (device) and one Cutter per request (text and stop rules). It
+says nothing to anybody: `step()` returns what each request got, and the Python API, the async engine and the server
+pass it on.
 """
 
 import logging

@@ -37,6 +37,7 @@ def describe_model(model: str, *, memory_gib: float, dtype: str) -> dict[str, st
     main, mtp = parameter_count(config)
     kv, mtp_kv = kv_bytes_per_token(config, name), mtp_kv_bytes_per_token(config, name)
     state = state_bytes_per_slot(config, config.state_dtype, name)
+    length = config.max_position_embeddings
     quantized = "" if config.quantization is None else ", FP8 weights"
     return {
         "model": f"{config.model_type}, {config.num_gdn_layers} GDN + {config.num_attention_layers} attention layers",
@@ -44,7 +45,7 @@ def describe_model(model: str, *, memory_gib: float, dtype: str) -> dict[str, st
         "weights": f"{describe_bytes(weight_bytes(config))} on disk{quantized}, MTP head included",
         "state": f"{describe_bytes(state)} per sequence or checkpoint, {config.state_dtype} recurrent part",
         "kv": f"{describe_bytes(kv)} per token, and {describe_bytes(mtp_kv)} for the MTP head, {name}",
-        "context": f"{config.max_position_embeddings} tokens, {describe_bytes(kv * config.max_position_embeddings)} of KV",
+        "context": f"{length} tokens, {describe_bytes(kv * length)} of KV",
         "fits": _what_fits(config, memory_gib, name),
     }
 

@@ -1,7 +1,7 @@
 """From an EngineConfig to a running engine: the order in which things are read, planned, said, loaded and compiled.
 
-Files are checked before memory is planned, memory before weights load, weights before anything is compiled: a start that
-fails says why as early as it can and leaves nothing behind.
+Files are checked before memory is planned, memory before weights load, weights before anything is compiled: a start
+that fails says why as early as it can and leaves nothing behind.
 """
 
 import dataclasses
@@ -60,6 +60,7 @@ def build_engine(config: EngineConfig, *, show_progress: bool = True) -> EngineP
         WeightsError: weight files are damaged or not the model's.
         UnsupportedKernelError: `kernels` names an implementation that cannot run here.
     """
+    _keep_compiled(config.compile_cache)
     folder = Path(config.model)
     model_config = ModelConfig.from_folder(folder)
     if config.load_format != "dummy" and model_config.num_mtp_layers and not has_mtp(folder):
@@ -81,6 +82,13 @@ def build_engine(config: EngineConfig, *, show_progress: bool = True) -> EngineP
         defaults=GenerationDefaults.from_folder(text_folder),
         memory=memory,
     )
+
+
+def _keep_compiled(folder: str) -> None:
+    """Let the compiler keep its results on disk, unless the process has chosen a place already."""
+    if folder and jax.config.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", str(Path(folder).expanduser()))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
 def _memory_request(config: EngineConfig, model: ModelConfig, dtype: str) -> MemoryRequest:
@@ -167,7 +175,7 @@ def _compose(
         state_dtype=_state_dtype(config, model.config),
     )
     runner = Runner(model, sizes, buckets, num_valid_tokens=tokenizer.num_tokens)
-    if config.warm_up:
+    if config.warm_up is True or (config.warm_up == "auto" and jax.default_backend() != "cpu"):
         with tqdm(desc="compiling", unit="step", disable=not show_progress, leave=False) as bar:
             runner.warm_up(_advance(bar))
     limits = Limits(

@@ -13,6 +13,11 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 install_import_hook("gdn_jax", "beartype.beartype")  # before any test imports a module of ours
 
+# Most of the suite's time goes to compiling; equal steps of several processes and of a second run are read back instead.
+COMPILED = Path(__file__).resolve().parents[1] / ".cache" / "compiled"
+jax.config.update("jax_compilation_cache_dir", str(COMPILED))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
 GOLDEN = Path(__file__).resolve().parents[2] / "shared" / "golden"
 
 

@@ -1,7 +1,8 @@
 """Wraps the project for the golden conformance script: `check_golden.py --adapter tests/golden_adapter.py:Adapter`.
 
-Everything runs in float32 through the project's own paths: whole prompts through `LanguageModel.logits`, packed prompts and states
-through `Decoder.prefill`, cached decode and speculative rounds through `Decoder.advance` with replay windows.
+Everything runs in float32 through the project's own paths: whole prompts through `LanguageModel.logits`, packed prompts
+and states through `Decoder.prefill`, cached decode and speculative rounds through `Decoder.advance` with replay
+windows.
 """
 
 from collections.abc import Sequence

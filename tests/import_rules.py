@@ -38,7 +38,9 @@ RULES = {
     "model": _rule("kernels", "jax flax numpy ml_dtypes safetensors jaxtyping"),
     "serving": _rule(),  # serving/__init__.py alone: every other module of serving needs a row of its own
     "serving.core": _rule(never=_CORE_NEVER),  # no clock, no randomness, no threads, no network
-    "serving.runner": _rule("model kernels serving.core.plan serving.core.errors", "jax flax numpy jaxtyping"),
+    "serving.runner": _rule(
+        "model kernels serving.core.plan serving.core.request serving.core.errors", "jax flax numpy jaxtyping"
+    ),
     "serving.text": _rule("serving.core.errors", "tokenizers jinja2"),
     "serving.config": _rule(),
     "serving.metrics": _rule(),

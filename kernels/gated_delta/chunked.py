@@ -7,8 +7,8 @@ In a chunk with rows i, j, G_i the running sum of g, and D_ij = exp(G_i - G_j) f
     O = diag(exp G) Q S + (Q K^T o D) V'
     S <- exp(G_n) S + K^T diag(exp(G_n - G)) V'
 
-(Yang, Kautz, Hatamizadeh: Gated Delta Networks, 2024, section 3.3, with W and U folded into V'.) All that does not need S is
-computed for every chunk at once; a serial scan over the chunks then carries the float32 state and the pool.
+(Yang, Kautz, Hatamizadeh: Gated Delta Networks, 2024, section 3.3, with W and U folded into V'.) All that does not need
+S is computed for every chunk at once; a serial scan over the chunks then carries the float32 state and the pool.
 """
 
 from dataclasses import dataclass

@@ -4,7 +4,8 @@ Diagonal blocks of 16 rows are inverted row by row, then pairs of blocks are mer
 
     [[L11, 0], [L21, L22]]^-1 = [[L11^-1, 0], [-L22^-1 L21 L11^-1, L22^-1]]
 
-The product form prod (I + (-A)^(2^m)) is not used: for repeated keys its factors reach 1e17 and float32 cancels to nothing.
+The product form prod (I + (-A)^(2^m)) is not used: for repeated keys its factors reach 1e17 and float32 cancels to
+nothing.
 """
 
 import jax

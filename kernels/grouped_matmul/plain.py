@@ -38,7 +38,7 @@ def _tiles(
 ) -> tuple[Int[Array, "tiles"], Int[Array, "tiles"], Int[Array, "tiles"]]:
     """Return each tile's first row, its group, and how many of its rows are the group's.
 
-    A tile that is not in use starts past the last row and has none.
+    Tiles past the last group's start at or after its end, so they write rows that no group owns; they own none.
     """
     num_groups = group_sizes.shape[0]
     count = -(-group_sizes // height)
@@ -47,8 +47,7 @@ def _tiles(
     tile = jnp.arange(min(num_rows, num_rows // height + num_groups), dtype=jnp.int32)
     group = jnp.minimum(jnp.searchsorted(count_end, tile, side="right"), num_groups - 1)
     first = row_end[group] - group_sizes[group] + (tile - count_end[group] + count[group]) * height
-    used = tile < count_end[-1]
-    return jnp.where(used, first, num_rows), group, jnp.where(used, jnp.minimum(row_end[group] - first, height), 0)
+    return first, group, jnp.clip(row_end[group] - first, 0, height)
 
 
 def _multiply(

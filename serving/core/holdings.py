@@ -1,7 +1,8 @@
 """What requests hold, and every change to it: blocks, a state slot, a lane, a pin; and what they publish.
 
-Holdings composes the pools. The scheduler decides *when* a request is admitted, preempted or ended; here is *what* then moves
-between the books. Admission is all or none; publishing happens only in commit, for tokens that are committed and computed.
+Holdings composes the pools. The scheduler decides *when* a request is admitted, preempted or ended; here is *what* then
+moves between the books. Admission is all or none; publishing happens only in commit, for tokens that are committed and
+computed.
 """
 
 from collections.abc import Sequence

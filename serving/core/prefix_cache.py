@@ -1,7 +1,8 @@
 """The longest usable hit over blocks and checkpoints, as a value; looking changes nothing.
 
-A hit needs attention KV for every token before it *and* the recurrent state at exactly its end, so it is the deepest boundary with
-all its blocks known and a checkpoint published. Known blocks beyond it are the gap: computed again, for their state.
+A hit needs attention KV for every token before it *and* the recurrent state at exactly its end, so it is the deepest
+boundary with all its blocks known and a checkpoint published. Known blocks beyond it are the gap: computed again, for
+their state.
 """
 
 from collections.abc import Sequence

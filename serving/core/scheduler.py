@@ -1,8 +1,8 @@
 """Admission, token budget, preemption: `plan()` takes resources, `commit()` publishes and frees. Nothing else does.
 
-There are no phases here, only tokens still to compute: a request whose known tokens are all computed but the newest decodes,
-any other prefills. Requests are planned in (priority, arrival) order, victims of preemption come from the end, so the
-first always advances. Shortage is an answer, not an error: a request that cannot be admitted waits, unchanged.
+There are no phases here, only tokens still to compute: a request whose known tokens are all computed but the newest
+decodes, any other prefills. Requests are planned in (priority, arrival) order, victims of preemption come from the end,
+so the first always advances. Shortage is an answer, not an error: a request that cannot be admitted waits, unchanged.
 
 The idea of planning tokens rather than phases is vLLM's; the rules of states are this project's (docs/architecture.md).
 """
@@ -158,12 +158,12 @@ class Scheduler:
         if needed > self.holdings.blocks.num_usable:
             raise PromptTooLongError(
                 f"prompt + max_tokens ({num_prompt} + {max_tokens}) must fit the KV pool: it needs {needed} blocks of "
-                f"{self._block_size} tokens, and there are {self.holdings.blocks.num_usable}; lower max_tokens or give the "
-                "pool more memory"
+                f"{self._block_size} tokens, and there are {self.holdings.blocks.num_usable}; lower max_tokens or give "
+                "the pool more memory"
             )
 
     def abort(self, request_id: RequestId) -> bool:
-        """Drop a request for good; returns whether it was there. One that is in the plan in flight goes at its commit."""
+        """Drop a request for good; return whether it was there. One in the plan in flight goes at its commit."""
         request = self._requests.get(request_id)
         if request is None or request.finish is not None:
             return False

@@ -1,4 +1,4 @@
-"""Padded sizes that steps are compiled for: few, so that start-up can compile them all; growing, so that padding stays small."""
+"""Padded sizes that steps are compiled for: few, so that start-up can compile them all."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -6,10 +6,13 @@ from dataclasses import dataclass
 
 
 def ladder(smallest: int, largest: int, factor: int) -> tuple[int, ...]:
-    """Return sizes that grow by `factor` from `smallest`, ending in `largest` exactly."""
+    """Return sizes that grow by `factor` from `smallest`, ending in `largest` exactly.
+
+    A size is left out where the largest is less than twice as big: padding costs less than one more compilation.
+    """
     sizes: list[int] = []
     size = smallest
-    while size < largest:
+    while 2 * size <= largest:
         sizes.append(size)
         size *= factor
     return (*sizes, largest)
@@ -56,10 +59,11 @@ def make_buckets(
         max_num_seqs: most rows in a step.
         max_model_len: most tokens of a sequence.
         block_size: tokens per block.
-        deterministic: one size per phase: every call has the same shapes, so that results do not depend on what else runs.
+        deterministic: one size per phase: every call has the same shapes, so that results do not depend on what else
+        runs.
     """
     tokens = -(-budget // block_size) * block_size
-    blocks = max_model_len // block_size + 1
+    blocks = (max_model_len - 1) // block_size + 1  # the last token of a sequence is never run
     rows = min(MAX_PREFILL_ROWS, max_num_seqs)
     if deterministic:
         return Buckets(

@@ -88,7 +88,8 @@ class MemoryPlan:
             f"KV: {self.num_blocks - 1} blocks of {self.block_size} tokens ({blocks} tokens), "
             f"{describe_bytes(self.block_bytes)} each, {describe_bytes(self.num_blocks * self.block_bytes)} in all",
             f"states: {self.num_slots - 1} slots, {describe_bytes(self.slot_bytes)} each, "
-            f"{describe_bytes(self.num_slots * self.slot_bytes)} in all; {self.max_num_seqs} may run, the rest are checkpoints",
+            f"{describe_bytes(self.num_slots * self.slot_bytes)} in all; {self.max_num_seqs} may run, "
+            "the rest are checkpoints",
             f"replay windows: {describe_bytes(self.lane_bytes)} for each of {self.max_num_seqs} lanes",
             f"{self.num_longest} sequences of {self.max_model_len} tokens fit at once",
         ]
@@ -124,16 +125,17 @@ def plan_memory(model: ModelConfig, request: MemoryRequest) -> MemoryPlan:
     least = -(-shortest // request.block_size) * block + block + 2 * slot + lane
     if pool < least:
         raise StartupError(
-            f"one sequence of {shortest} tokens needs {describe_bytes(least)} beside {describe_bytes(weights)} of weights and "
-            f"{describe_bytes(activations)} of activations; {describe_bytes(max(pool, 0))} are left: lower max_model_len, or give more memory"
+            f"one sequence of {shortest} tokens needs {describe_bytes(least)} beside {describe_bytes(weights)} of "
+            f"weights and {describe_bytes(activations)} of activations; {describe_bytes(max(pool, 0))} are left: lower "
+            "max_model_len, or give more memory"
         )
     seqs = _clamp_seqs(request, pool, slot + lane, least - slot - lane)
     slots, blocks = _split(request, pool - seqs * lane, slot, block, seqs, limit)
     fits = (blocks - 1) * request.block_size
     if fits < limit and request.max_model_len:
         raise StartupError(
-            f"one sequence of {limit} tokens needs {-(-limit // request.block_size)} blocks and {blocks - 1} fit: lower "
-            "max_model_len, state_memory_share or max_num_seqs, or give more memory"
+            f"one sequence of {limit} tokens needs {-(-limit // request.block_size)} blocks and {blocks - 1} fit: "
+            "lower max_model_len, state_memory_share or max_num_seqs, or give more memory"
         )
     if fits < limit:
         _LOG.warning("max_model_len is %d: the model's %d tokens do not fit the KV pool", fits, limit)
@@ -183,7 +185,7 @@ def _mtp_bytes(model: ModelConfig, dtype: str) -> int:
 
 
 def lane_bytes_per_token(model: ModelConfig, dtype: str) -> int:
-    """Return what one token of a replay window takes: raw conv input, k, v, g, beta per GDN layer, and a hidden vector."""
+    """Return what a replay window keeps of one token: conv input, k, v, g, beta per layer, and a hidden vector."""
     item = _ITEM_BYTES[dtype]
     k_and_v = model.num_linear_key_heads * model.linear_key_dim + model.num_linear_value_heads * model.linear_value_dim
     per_layer = (model.conv_channels + k_and_v) * item + 2 * model.num_linear_value_heads * 4
@@ -193,8 +195,8 @@ def lane_bytes_per_token(model: ModelConfig, dtype: str) -> int:
 def activation_bytes(model: ModelConfig, request: MemoryRequest) -> int:
     """Return an upper estimate of what the largest step needs beside weights and pools.
 
-    Prefill: the widest layer's inputs and outputs for every token of the budget, float32 chunk matrices of one GDN layer, and
-    one tile of attention scores; decode: float32 logits of every row, twice (sampling sorts a copy).
+    Prefill: the widest layer's inputs and outputs for every token of the budget, float32 chunk matrices of one GDN
+    layer, and one tile of attention scores; decode: float32 logits of every row, twice (sampling sorts a copy).
     """
     item, tokens = _ITEM_BYTES[request.dtype], request.budget
     widest = max(

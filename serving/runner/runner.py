@@ -1,7 +1,7 @@
 """Runner: the only holder of parameters and device state. Turns a StepPlan into calls and brings the results back.
 
-It knows rows, slots, blocks and lanes as numbers in plans; what they mean is the scheduler's. The state is donated to every
-call, so a call that raises has lost it: `reset` starts again with empty pools.
+It knows rows, slots, blocks and lanes as numbers in plans; what they mean is the scheduler's. The state is donated to
+every call, so a call that raises has lost it: `reset` starts again with empty pools.
 """
 
 import logging

@@ -85,8 +85,9 @@ def advance_rows(starts, num_new):
     return AdvanceRows(folded=folded, num_replay=replay, num_new=num_new, **anchors)
 
 
-def run(function, q, held, rows, *, tables=None, **static):
+def run(function, q, held, rows, *, tables=None, first_key=1, implementation=Implementation.JAX):
     tables = held.tables if tables is None else tables
+    static = {"first_key": first_key, "implementation": implementation}
     return np.asarray(function(*map(jnp.asarray, (q, held.k_pages, held.v_pages, tables)), rows, **static))
 
 
@@ -107,7 +108,7 @@ def test_prefill_is_dense_attention_over_prefix_and_span(implementation):
     for row, (start, length) in enumerate(SPANS):
         span, position = span_of(rows, row), np.arange(start, start + length)
         expected[span] = dense_attention(q[span], held.k[row], held.v[row], position, first_key=1)
-    got = run(PREFILL, q, held, rows, first_key=1, implementation=implementation)
+    got = run(PREFILL, q, held, rows, implementation=implementation)
     np.testing.assert_allclose(got, expected, **FLOAT32)
     assert not np.any(got[span_of(rows, 0)][0])  # position 0 sees no key from position 1 on
     unowned = np.ones(NUM_TOKENS, bool)
@@ -120,13 +121,13 @@ def test_prefill_is_dense_attention_over_prefix_and_span(implementation):
 def test_a_row_has_the_same_bits_whatever_stands_beside_it():
     held = sequences([start + length for start, length in SPANS])
     q, rows = queries(NUM_TOKENS, 4, 16), prefill_rows(SPANS)
-    together = run(PREFILL, q, held, rows, first_key=1)
+    together = run(PREFILL, q, held, rows)
     for row in (2, 5):
         order = [row, *(other for other in range(len(SPANS)) if other != row)]
         alone = prefill_rows([SPANS[row], (9, 100), *((0, 0),) * 4])
         moved = queries(NUM_TOKENS, 4, 16, seed=5)
         moved[span_of(alone, 0)] = q[span_of(rows, row)]
-        got = run(PREFILL, moved, held, alone, tables=held.tables[order], first_key=1)
+        got = run(PREFILL, moved, held, alone, tables=held.tables[order])
         np.testing.assert_array_equal(got[span_of(alone, 0)], together[span_of(rows, row)])
 
 
@@ -141,25 +142,35 @@ def test_a_span_cut_anywhere_has_the_bits_of_the_whole(cuts):
         packed = np.zeros((NUM_TOKENS, 4, 16), np.float32)
         for row, (first, count) in enumerate(spans):
             packed[span_of(rows, row)] = q[first - start :][:count]
-        out = run(PREFILL, packed, held, rows, tables=np.repeat(held.tables, 6, axis=0), first_key=1)
+        out = run(PREFILL, packed, held, rows, tables=np.repeat(held.tables, 6, axis=0))
         return np.concatenate([out[span_of(rows, row)] for row in range(len(spans))])
 
     pieces = [(start + a, b - a) for a, b in pairwise([0, *cuts, length])]
     np.testing.assert_array_equal(attend(pieces), attend([(start, length)]))
 
 
+def test_every_row_may_straddle_two_tiles():
+    held = sequences([65] * 6)
+    q, rows = queries(NUM_TOKENS, 4, 16), prefill_rows([(63, 2)] * 6)
+    got = run(PREFILL, q, held, rows)
+    for row in range(6):
+        span = span_of(rows, row)
+        expected = dense_attention(q[span], held.k[row], held.v[row], (63, 64), first_key=1)
+        np.testing.assert_allclose(got[span], expected, **FLOAT32)
+
+
 def test_a_wider_block_table_changes_no_bit():
     held = sequences([start + length for start, length in SPANS])
     q, rows = queries(NUM_TOKENS, 4, 16), prefill_rows(SPANS)
-    wide = run(PREFILL, q, held, rows, tables=np.pad(held.tables, ((0, 0), (0, 9))), first_key=1)
-    np.testing.assert_array_equal(wide, run(PREFILL, q, held, rows, first_key=1))
+    wide = run(PREFILL, q, held, rows, tables=np.pad(held.tables, ((0, 0), (0, 9))))
+    np.testing.assert_array_equal(wide, run(PREFILL, q, held, rows))
 
 
 def test_bfloat16_rounds_operands_and_result_only():
     held = sequences([start + length for start, length in SPANS])
     half = replace(held, k_pages=held.k_pages.astype(jnp.bfloat16), v_pages=held.v_pages.astype(jnp.bfloat16))
     q, rows = queries(NUM_TOKENS, 4, 16).astype(jnp.bfloat16), prefill_rows(SPANS)
-    got = run(PREFILL, q, half, rows)
+    got = run(PREFILL, q, half, rows, first_key=0)
     assert got.dtype == jnp.bfloat16
     for row, (start, length) in enumerate(SPANS):
         k, v = (side[row].astype(jnp.bfloat16) for side in (held.k, held.v))
@@ -210,7 +221,7 @@ def test_advance_is_dense_attention_over_everything_before(implementation, windo
     for row, (start, count) in enumerate(zip(starts, num_new, strict=True)):
         position = np.arange(start, start + count)
         expected[row, :count] = dense_attention(q[row, :count], held.k[row], held.v[row], position, first_key=1)
-    got = run(ADVANCE, q, held, rows, first_key=1, implementation=implementation)
+    got = run(ADVANCE, q, held, rows, implementation=implementation)
     np.testing.assert_allclose(got, expected, **FLOAT32)
     assert not np.any(got[0, 0])  # position 0 sees no key from position 1 on
     assert not np.any(got[3])
@@ -220,12 +231,12 @@ def test_an_advance_row_has_the_same_bits_whatever_stands_beside_and_after_it():
     starts, num_new = (0, 62, 600, 0), (2, 4, 3, 0)
     held = sequences([a + n for a, n in zip(starts, num_new, strict=True)])
     q = queries(4, 4, 6, 16)
-    together = run(ADVANCE, q, held, advance_rows(starts, num_new), first_key=1)
+    together = run(ADVANCE, q, held, advance_rows(starts, num_new))
     # First instead of third, one new token less, other rows empty or elsewhere.
     other = queries(4, 4, 6, 16, seed=5)
     other[0, :2] = q[2, :2]
     rows = advance_rows((600, 0, 9, 20), (2, 0, 1, 4))
-    got = run(ADVANCE, other, held, rows, tables=held.tables[[2, 0, 1, 1]], first_key=1)
+    got = run(ADVANCE, other, held, rows, tables=held.tables[[2, 0, 1, 1]])
     np.testing.assert_array_equal(got[0, :2], together[2, :2])
 
 
@@ -234,7 +245,7 @@ def test_a_query_past_the_pages_its_row_owns_reads_only_owned_keys(implementatio
     held = sequences([CHUNK, TABLE * CHUNK, 0, 0])
     q = queries(4, 4, 6, 16)
     rows = advance_rows((CHUNK, TABLE * CHUNK, 0, 0), (2, 2, 0, 0))  # past the table's entries; past its width
-    got = run(ADVANCE, q, held, rows, first_key=1, implementation=implementation)
+    got = run(ADVANCE, q, held, rows, implementation=implementation)
     for row in range(2):
         last = np.full(2, len(held.k[row]) - 1)
         expected = dense_attention(q[row, :2], held.k[row], held.v[row], last, first_key=1)

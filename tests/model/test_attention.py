@@ -152,14 +152,16 @@ def test_prefill_and_advance_continue_each_other_as_one_sequence(implementation,
 
 
 def test_pages_hold_normed_rotated_keys_and_raw_values_at_the_block_tables_slots():
-    layer, prefill, _ = compiled(Implementation.JAX, mtp=False)
+    layer, prefill, advance = compiled(Implementation.JAX, mtp=True)
     x = inputs()
-    _, pages = run_prefill(prefill, x, [(0, 90), (0, 66)])
+    _, pages = run_prefill(prefill, x, [(1, 90), (1, 66)])
+    window = jnp.asarray(np.stack([x[0][90:93], x[1][66:69]]))
+    _, pages = advance(window, pages, advance_batch([90, 66], [3, 1], 3))
     keys, values = np.asarray(pages.k), np.asarray(pages.v)
     written = np.zeros((8, CHUNK), bool)
-    for table, sequence, length in zip(TABLES, x, (90, 66), strict=True):
-        _, k, v = whole_sequence(layer, sequence)
-        for position in range(length):
+    for table, sequence, length in zip(TABLES, x, (93, 67), strict=True):
+        _, k, v = whole_sequence(layer, sequence, **MTP)
+        for position in range(1, length):
             at = (table[position // CHUNK], position % CHUNK)
             written[at] = True
             np.testing.assert_allclose(keys[at], k[position], **FLOAT32)

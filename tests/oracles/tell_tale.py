@@ -1,8 +1,8 @@
 """A fake device that remembers: the tell-tale runner.
 
 A state slot holds the very tokens it has absorbed, a page the tokens written to it, and the next token is a hash of the
-prefix. Every read asserts that state and pages agree with the plan and with each other, so a slip in the books fails at once,
-without JAX. `audit` compares every published block and checkpoint with its name.
+prefix. Every read asserts that state and pages agree with the plan and with each other, so a slip in the books fails at
+once, without JAX. `audit` compares every published block and checkpoint with its name.
 """
 
 from collections.abc import Callable

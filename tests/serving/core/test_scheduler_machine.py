@@ -1,4 +1,4 @@
-"""Random schedules on the tell-tale runner: submit, step, abort, reset, fail, resubmit; every book checked after each."""
+"""Random schedules on the tell-tale runner; every book is checked after every action."""
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
