@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Sharding
 from jaxtyping import Array, Float, Int
 
-SLAB_BYTES = 64 * 2**20  # transfers of this size already run at full speed
+SLAB_BYTES = 64 * 2**20  # small beside a model, large beside the fixed cost of a transfer
 
 
 def slab_ranges(shape: tuple[int, ...], itemsize: int) -> list[tuple[int, int]]:
