@@ -19,6 +19,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Sharding
 from jaxtyping import Array, Float, UInt32
 
 from gdn_jax.slabs import build_array
@@ -27,19 +28,19 @@ from gdn_jax.tensor_names import ParameterPath, Targets
 _NORM_SPREAD = 0.02
 
 
-def dummy_tensors(targets: Targets, seed: int, *, put_on: jax.Device | None = None) -> dict[ParameterPath, jax.Array]:
+def dummy_tensors(targets: Targets, seed: int, *, put_on: Sharding | None = None) -> dict[ParameterPath, jax.Array]:
     """Return random arrays for a set of parameters, made on the device.
 
     Args:
         targets: shape and dtype of each parameter.
         seed: same seed, same arrays.
-        put_on: the device for the arrays; None is JAX's default.
+        put_on: where the arrays go, each as a whole (one device, or copies on several); None is JAX's default device.
     """
     return {path: _dummy(seed, path, target, put_on) for path, target in targets.items()}
 
 
 def _dummy(
-    seed: int, path: ParameterPath, target: jax.ShapeDtypeStruct, put_on: jax.Device | None
+    seed: int, path: ParameterPath, target: jax.ShapeDtypeStruct, put_on: Sharding | None
 ) -> Float[Array, "..."]:
     kind = str(path[-1]) if path[-1] in _RULES else "vector" if len(target.shape) == 1 else "matrix"
 

@@ -10,9 +10,10 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Sharding
 from jaxtyping import Array, Float, Int
 
-SLAB_BYTES = 64 * 2**20  # transfers of this size already run at full speed
+SLAB_BYTES = 64 * 2**20  # small beside a model, large beside the fixed cost of a transfer
 
 
 def slab_ranges(shape: tuple[int, ...], itemsize: int) -> list[tuple[int, int]]:
@@ -28,14 +29,14 @@ def slab_ranges(shape: tuple[int, ...], itemsize: int) -> list[tuple[int, int]]:
 
 
 def build_array(
-    target: jax.ShapeDtypeStruct, make_slab: Callable[[int, int], Float[Array, "..."]], put_on: jax.Device | None
+    target: jax.ShapeDtypeStruct, make_slab: Callable[[int, int], Float[Array, "..."]], put_on: Sharding | None
 ) -> Float[Array, "..."]:
     """Fill an array on the device from slabs, waiting for each, so that one slab at a time is in flight.
 
     Args:
         target: shape and dtype.
         make_slab: returns `whole[start:stop]` on the device, in the target's dtype.
-        put_on: the device; None is JAX's default.
+        put_on: where it goes, as a whole; None is JAX's default device.
     """
     ranges = slab_ranges(target.shape, target.dtype.itemsize)
     if len(ranges) == 1:

@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeGuard
 
 import ml_dtypes
 import numpy as np
@@ -93,13 +94,21 @@ class TensorFiles:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Read and check every header.
+        """Read and check every header; warn of safetensors files that do not count.
 
         Raises:
             WeightsError: see `list_tensors`.
         """
         self.tensors = list_tensors(folder)
         self._open: dict[Path, int] = {}
+        unused = {path.name for path in folder.glob("*.safetensors")} - {t.file.name for t in self.tensors.values()}
+        if unused:
+            _LOG.warning(
+                "%s: not read, since neither %s nor the index names them: %s",
+                folder,
+                SINGLE_NAME,
+                first_few(sorted(unused)),
+            )
 
     def close(self) -> None:
         """Close the files that reads have opened."""
@@ -138,8 +147,7 @@ class TensorFiles:
 def list_tensors(folder: Path) -> dict[str, StoredTensor]:
     """Return every tensor of a folder's weight files by stored name, from the headers alone.
 
-    With an index, exactly the files it names count; without one, model.safetensors does. Other safetensors files are
-    left out with a warning.
+    With an index, exactly the files it names count; without one, model.safetensors does.
 
     Raises:
         WeightsError: no weight file; an index that is damaged, names a missing file, or disagrees with the files; a
@@ -153,9 +161,6 @@ def list_tensors(folder: Path) -> dict[str, StoredTensor]:
         if not (folder / name).is_file():
             problems.add(f"{INDEX_NAME} names files that are missing (fetch the folder again)", name)
     problems.raise_if_any()
-    unused = sorted(path.name for path in folder.glob("*.safetensors") if path.name not in files)
-    if unused:
-        _LOG.warning("%s: not read, since the weights are in %s: %s", folder, first_few(files), first_few(unused))
     tensors: dict[str, StoredTensor] = {}
     for name in files:
         for tensor in read_header(folder / name):
@@ -266,7 +271,7 @@ def _stored_tensor(path: Path, name: str, entry: object, start: int) -> StoredTe
     )
 
 
-def _is_counts(value: object) -> bool:
+def _is_counts(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
 
 

@@ -22,7 +22,7 @@ ParameterPath = tuple[str | int, ...]
 Targets = Mapping[ParameterPath, jax.ShapeDtypeStruct]
 
 _VISION_PREFIXES = ("model.visual.", "visual.")
-_TOP = {
+_TOP: dict[ParameterPath, str] = {
     ("decoder", "embed_tokens", "weight"): "model.embed_tokens.weight",
     ("decoder", "norm", "weight"): "model.norm.weight",
     ("decoder", "lm_head", "weight"): "lm_head.weight",
@@ -31,7 +31,7 @@ _TOP = {
     ("mtp", "pre_fc_norm_hidden", "weight"): "mtp.pre_fc_norm_hidden.weight",
     ("mtp", "norm", "weight"): "mtp.norm.weight",
 }
-_LAYER = {
+_LAYER: dict[ParameterPath, str] = {
     ("input_layernorm", "weight"): "input_layernorm.weight",
     ("post_attention_layernorm", "weight"): "post_attention_layernorm.weight",
     ("mixer", "q_proj", "weight"): "self_attn.q_proj.weight",

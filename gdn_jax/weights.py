@@ -11,10 +11,12 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
+from typing import cast
 
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import Sharding
 from jaxtyping import Array, Float, Float32
 
 from gdn_jax.config import ModelConfig
@@ -35,7 +37,7 @@ def load_weights[Model: nnx.Module](
     config: ModelConfig,
     folder: str | Path,
     *,
-    put_on: jax.Device | None = None,
+    put_on: Sharding | None = None,
     progress: Progress | None = None,
 ) -> Model:
     """Return `model` with every parameter read from a folder of safetensors files.
@@ -44,7 +46,7 @@ def load_weights[Model: nnx.Module](
         model: parameters may be abstract; their shapes and dtypes are what the files must fill.
         config: of the same model.
         folder: as for `load_tensors`.
-        put_on: the device for the parameters; None is JAX's default.
+        put_on: where the parameters go; None is JAX's default device.
         progress: as for `load_tensors`.
 
     Raises:
@@ -53,20 +55,20 @@ def load_weights[Model: nnx.Module](
     return _fill(model, lambda targets: load_tensors(folder, config, targets, put_on=put_on, progress=progress))
 
 
-def dummy_weights[Model: nnx.Module](model: Model, seed: int = 0, *, put_on: jax.Device | None = None) -> Model:
+def dummy_weights[Model: nnx.Module](model: Model, seed: int = 0, *, put_on: Sharding | None = None) -> Model:
     """Return `model` with seeded random parameters; see `dummy.dummy_tensors`.
 
     Args:
         model: parameters may be abstract.
         seed: same seed, same weights.
-        put_on: the device for the parameters; None is JAX's default.
+        put_on: where the parameters go; None is JAX's default device.
     """
     return _fill(model, lambda targets: dummy_tensors(targets, seed, put_on=put_on))
 
 
 def _fill[Model: nnx.Module](model: Model, make: Callable[[Targets], Mapping[ParameterPath, jax.Array]]) -> Model:
     graph, state = nnx.split(model)
-    variables = dict(nnx.to_flat_state(state))
+    variables = cast("dict[ParameterPath, nnx.Variable]", dict(nnx.to_flat_state(state)))
     arrays = make({path: jax.ShapeDtypeStruct(param.shape, param.dtype) for path, param in variables.items()})
     return nnx.merge(graph, nnx.from_flat_state({path: variables[path].replace(arrays[path]) for path in variables}))
 
@@ -85,7 +87,7 @@ def load_tensors(
     config: ModelConfig,
     targets: Targets,
     *,
-    put_on: jax.Device | None = None,
+    put_on: Sharding | None = None,
     progress: Progress | None = None,
 ) -> dict[ParameterPath, jax.Array]:
     """Read the arrays of a set of parameters.
@@ -97,7 +99,7 @@ def load_tensors(
         folder: holds model.safetensors, or shards and model.safetensors.index.json.
         config: says how packed projections are grouped, and whether the head is tied.
         targets: shape and dtype of each parameter.
-        put_on: the device for the arrays; None is JAX's default.
+        put_on: where the arrays go, each as a whole (one device, or copies on several); None is JAX's default device.
         progress: called with bytes read and bytes to read (scales not counted), first with 0.
 
     Returns:
@@ -118,7 +120,7 @@ def load_tensors(
 class _Reader:
     """Builds planned parameters on the device and counts the bytes read for them."""
 
-    def __init__(self, files: TensorFiles, plan: Plan, *, put_on: jax.Device | None, progress: Progress | None) -> None:
+    def __init__(self, files: TensorFiles, plan: Plan, *, put_on: Sharding | None, progress: Progress | None) -> None:
         self._files = files
         self._put_on = put_on
         self._progress = progress or (lambda done, total: None)
@@ -161,7 +163,7 @@ class _Reader:
             here = slice(rows.start - first, rows.stop - first)
             stored_row = source.piece.first_row + rows.start - source.piece.target_row
             self._read_into(stored[here], source.tensor, stored_row)
-            if source.scale:
+            if source.scale is not None and scale is not None:
                 blocks = np.empty(source.scale.shape, NUMPY_DTYPES[source.scale.dtype])
                 self._files.read_rows(source.scale, 0, blocks)
                 scale[here] = row_scales(blocks, stored_row, len(rows))

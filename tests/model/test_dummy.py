@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import SingleDeviceSharding
 from weight_folders import FAMILIES, make_config, make_targets
 
 from gdn_jax import slabs
@@ -78,7 +79,9 @@ def test_slabs_of_one_parameter_differ_and_go_to_the_device_that_is_asked_for(mo
     monkeypatch.setattr(slabs, "SLAB_BYTES", 4000)
     device = jax.devices()[-1]
     path = (*LAYER, "mlp", "experts_gate_up")
-    array = dummy_tensors({path: jax.ShapeDtypeStruct((3, 10, 100), np.dtype("float32"))}, 0, put_on=device)[path]
+    array = dummy_tensors(
+        {path: jax.ShapeDtypeStruct((3, 10, 100), np.dtype("float32"))}, 0, put_on=SingleDeviceSharding(device)
+    )[path]
     assert array.devices() == {device}
     values = np.asarray(array).reshape(3, -1)
     assert np.abs(np.corrcoef(values) - np.eye(3)).max() < 0.15

@@ -67,28 +67,6 @@ def test_a_missing_expert_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("family", "names"),
-    [
-        (
-            "next",
-            ["mlp.experts.0.gate_proj.weight", "linear_attn.in_proj_qkvz.weight", "linear_attn.in_proj_ba.weight"],
-        ),
-        ("q35_moe", ["mlp.experts.gate_up_proj", "linear_attn.in_proj_qkv.weight", "linear_attn.in_proj_b.weight"]),
-    ],
-)
-def test_where_no_form_exists_the_familys_usual_one_is_asked_for(tmp_path, family, names):
-    config = make_config(family)
-    stored = usual_form(config, make_parameters(config))
-    left = {name: v for name, v in stored.items() if "in_proj" not in name and "layers.0.mlp.experts" not in name}
-    save(tmp_path, left)
-    targets = {
-        path: t for path, t in make_targets(config).items() if path[-1] == "experts_gate_up" or "in_proj" in path[-2]
-    }
-    message = failure(tmp_path, {"unused": np.ones(1, np.float32)}, family=family, targets=targets)
-    assert all(f"model.layers.0.{name}" in message for name in names[:1])
-
-
-@pytest.mark.parametrize(
     "name",
     ["model.layers.2.input_layernorm.weight", "model.layers.1.self_attn.q_proj.bias", "model.mtp.fc.weight",
      "mtp.layers.1.input_layernorm.weight", "model.layers.0.mlp.experts.0.gate_proj.qweight", "something"],

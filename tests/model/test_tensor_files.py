@@ -42,7 +42,7 @@ def test_an_empty_tensor_and_metadata_are_sound(tmp_path):
 def test_shards_are_those_of_the_index_and_strays_are_left_out_with_a_warning(tmp_path, caplog):
     save_shards(tmp_path, TENSORS, SHARDS)
     save(tmp_path, {"a": np.full((2, 3), 9, np.float32)})
-    found = list_tensors(tmp_path)
+    found = TensorFiles(tmp_path).tensors
     assert {name: tensor.file.name for name, tensor in found.items()} == {
         "a": SHARDS[0],
         "b": SHARDS[1],
@@ -222,7 +222,7 @@ def test_a_read_that_comes_in_parts_is_completed(tmp_path, monkeypatch):
     whole = os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: whole(fd, [buffers[0][:7]], offset))
     files = TensorFiles(tmp_path)
-    out = np.empty((6, 10), np.float32)
+    out = np.full((6, 10), -1, np.float32)
     files.read_rows(files.tensors["matrix"], 0, out)
     files.close()
     np.testing.assert_array_equal(out, matrix)

@@ -83,3 +83,16 @@ def test_the_form_that_exists_is_taken_whatever_the_family():
         config = make_config(family)
         assert [piece.name for piece in pieces_of(path, shape, config, {fused})] == [fused]
         assert pieces_of(path, shape, config, {single})[2].name == single
+
+
+@pytest.mark.parametrize(
+    ("family", "experts", "gates"),
+    [
+        ("next", "mlp.experts.0.down_proj.weight", "linear_attn.in_proj_ba.weight"),
+        ("q35_moe", "mlp.experts.down_proj", "linear_attn.in_proj_b.weight"),
+    ],
+)
+def test_where_no_form_exists_the_familys_usual_one_is_asked_for(family, experts, gates):
+    config, layer = make_config(family), ("decoder", "layers", 0)
+    assert pieces_of((*layer, "mlp", "experts_down"), (3, 8, 5), config, ())[0].name == f"model.layers.0.{experts}"
+    assert pieces_of((*layer, "mixer", "in_proj_b", "weight"), (6, 8), config, ())[0].name == f"model.layers.0.{gates}"

@@ -6,10 +6,13 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import SingleDeviceSharding
 from safetensors import deserialize
 from weight_folders import (
     BF16,
@@ -28,8 +31,12 @@ from weight_folders import (
 
 from gdn_jax import slabs
 from gdn_jax.config import ModelConfig
+from gdn_jax.decoder import Decoder
+from gdn_jax.dummy import dummy_tensors
 from gdn_jax.errors import WeightsError
-from gdn_jax.weights import has_mtp, load_tensors
+from gdn_jax.kernels.dispatch import Implementation
+from gdn_jax.mtp import MTPHead
+from gdn_jax.weights import dummy_weights, has_mtp, load_tensors, load_weights
 
 
 def assert_loads(folder: Path, config: ModelConfig, expected: dict, dtype: str = "bfloat16") -> None:
@@ -81,7 +88,7 @@ def test_prefixes_of_exports_are_stripped(tmp_path, prefix, head_prefix):
 @pytest.mark.parametrize("stored", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_each_stored_dtype_loads_into_each_parameter_dtype(tmp_path, stored, dtype):
-    config = make_config("next")
+    config = make_config("q35", num_hidden_layers=1, layer_types=["full_attention"], mtp_num_hidden_layers=0)
     parameters = make_parameters(config)
     save(tmp_path, usual_form(config, parameters), np.dtype(stored))
     assert_loads(tmp_path, config, parameters, dtype)
@@ -209,7 +216,7 @@ def test_arrays_go_to_the_device_that_is_asked_for(tmp_path):
     config = make_config("q35")
     save(tmp_path, usual_form(config, make_parameters(config)))
     device = jax.devices()[-1]
-    loaded = load_tensors(tmp_path, config, make_targets(config, "float32"), put_on=device)
+    loaded = load_tensors(tmp_path, config, make_targets(config, "float32"), put_on=SingleDeviceSharding(device))
     assert all(array.devices() == {device} and array.committed for array in loaded.values())
 
 
@@ -224,6 +231,58 @@ def test_a_file_that_shrinks_after_its_header_was_read_is_an_error(tmp_path):
 
     with pytest.raises(WeightsError, match="became shorter while it was read"):
         load_tensors(tmp_path, config, make_targets(config), progress=cut_at_start)
+
+
+class Model(nnx.Module):
+    """Decoder and MTP head, as the whole model names them."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+        parts = {"dtype": jnp.dtype(jnp.bfloat16), "implementation": Implementation.JAX, "rngs": nnx.Rngs(0)}
+        self.decoder = Decoder(config, **parts)
+        self.mtp = MTPHead(config, **parts)
+
+
+def abstract(config: ModelConfig) -> Model:
+    return nnx.eval_shape(lambda: Model(config))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_model_has_exactly_the_parameters_that_these_tests_load(family):
+    config = make_config(family)
+    params = nnx.to_flat_state(nnx.state(abstract(config)))
+    targets = make_targets(config)
+    assert {path: (param.shape, np.dtype(param.dtype)) for path, param in params} == {
+        path: (target.shape, target.dtype) for path, target in targets.items()
+    }
+
+
+def test_modules_are_filled_by_path_and_nothing_else_of_them_changes(tmp_path):
+    config = make_config("next")
+    parameters = make_parameters(config)
+    save(tmp_path, usual_form(config, parameters))
+    seen = []
+    model = load_weights(abstract(config), config, tmp_path, progress=lambda *counts: seen.append(counts))
+    assert model.config is config
+    assert seen
+    for path, param in nnx.to_flat_state(nnx.state(model)):
+        np.testing.assert_array_equal(np.asarray(param[...]).astype(np.float32), parameters[path], err_msg=str(path))
+    layer = model.decoder.layers[1]
+    np.testing.assert_array_equal(
+        np.asarray(layer.mixer.q_norm.weight[...]).astype(np.float32),
+        parameters["decoder", "layers", 1, "mixer", "q_norm", "weight"],
+    )
+
+
+def test_dummy_modules_hold_the_dummy_tensors_of_their_seed():
+    config = make_config("q35")
+    targets = make_targets(config)
+    model = dummy_weights(abstract(config), 5)
+    expected = dummy_tensors(targets, 5)
+    flat = dict(nnx.to_flat_state(nnx.state(model)))
+    assert flat.keys() == expected.keys()
+    for path, param in flat.items():
+        np.testing.assert_array_equal(np.asarray(param[...]), np.asarray(expected[path]))
 
 
 @pytest.mark.parametrize(
