@@ -58,7 +58,7 @@ class DecoderLayer(nnx.Module):
             implementation: which kernels compute it.
             rngs: source of the initial values.
         """
-        mixer: Any = GatedDeltaNet if kind == "linear_attention" else GatedAttention
+        mixer = GatedDeltaNet if kind == "linear_attention" else GatedAttention
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
         self.mixer = mixer(config, dtype=dtype, implementation=implementation, rngs=rngs)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
@@ -67,18 +67,20 @@ class DecoderLayer(nnx.Module):
         else:
             self.mlp = DenseMLP(config.hidden_size, config.intermediate_size, dtype=dtype, rngs=rngs)
 
-    def prefill(
-        self, x: Float[Array, "T H"], state: LayerState, batch: PrefillBatch, **attention: int
-    ) -> tuple[Float[Array, "T H"], LayerState]:
+    def prefill[State: (RecurrentState, KVPages, LayerState)](
+        self, x: Float[Array, "T H"], state: State, batch: PrefillBatch, **attention: int
+    ) -> tuple[Float[Array, "T H"], State]:
         """Run packed spans; `attention` holds `rope_offset` and `first_key` of the MTP layer."""
-        mixed, state = self.mixer.prefill(self.input_layernorm(x), state, batch, **attention)
+        mixer: Any = self.mixer  # each kind takes and returns its own kind of state
+        mixed, state = mixer.prefill(self.input_layernorm(x), state, batch, **attention)
         return self._feed_forward(x + mixed), state
 
-    def advance(
-        self, x: Float[Array, "rows T H"], state: LayerState, batch: AdvanceBatch, **attention: int
-    ) -> tuple[Float[Array, "rows T H"], LayerState]:
+    def advance[State: (RecurrentState, KVPages, LayerState)](
+        self, x: Float[Array, "rows T H"], state: State, batch: AdvanceBatch, **attention: int
+    ) -> tuple[Float[Array, "rows T H"], State]:
         """Run one window per row; `attention` as for `prefill`."""
-        mixed, state = self.mixer.advance(self.input_layernorm(x), state, batch, **attention)
+        mixer: Any = self.mixer
+        mixed, state = mixer.advance(self.input_layernorm(x), state, batch, **attention)
         return self._feed_forward(x + mixed), state
 
     def _feed_forward(self, x: Float[Array, "*tokens H"]) -> Float[Array, "*tokens H"]:

@@ -21,7 +21,10 @@ from gdn_jax.kernels.numerics import CHUNK
 
 NULL_SLOT = 0
 # Rows are built as NumPy arrays and become device arrays at the jit boundary; kernels see only the latter.
-AnyArray = Array if TYPE_CHECKING else Array | np.ndarray
+if TYPE_CHECKING:
+    AnyArray = Array
+else:
+    AnyArray = Array | np.ndarray
 
 
 @jax.tree_util.register_dataclass

@@ -4,8 +4,10 @@ Block tables and sampling parameters follow a request, not a row: they are kept 
 """
 
 from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
+from jax import Array
 
 from gdn_jax.kernels.anchors import AdvanceRows, PrefillRows
 from gdn_jax.serving.core.plan import RowPlan
@@ -76,16 +78,16 @@ def build_prefill(rows: Sequence[RowPlan], tables: BlockTables, buckets: Buckets
         offset += length
     fields[0, len(rows) :] = offset
     return PrefillBatch(
-        token_ids=token_ids,
+        token_ids=_leaf(token_ids),
         rows=PrefillRows(
-            offset=fields[0],
-            length=fields[1],
-            start=fields[2],
-            read_slot=fields[3],
-            write_slot=fields[4],
-            export_slot=exports,
+            offset=_leaf(fields[0]),
+            length=_leaf(fields[1]),
+            start=_leaf(fields[2]),
+            read_slot=_leaf(fields[3]),
+            write_slot=_leaf(fields[4]),
+            export_slot=_leaf(exports),
         ),
-        block_tables=tables.gather(rows, num_rows, buckets.table_blocks),
+        block_tables=_leaf(tables.gather(rows, num_rows, buckets.table_blocks)),
     )
 
 
@@ -112,8 +114,13 @@ def build_advance(
         )
     names = ("read_slot", "write_slot", "save_slot", "save_at", "folded", "num_replay", "num_new")
     return AdvanceBatch(
-        token_ids=token_ids,
-        rows=AdvanceRows(**dict(zip(names, fields, strict=True))),
-        lane=lane,
-        block_tables=tables.gather(rows, num_rows, buckets.table_blocks),
+        token_ids=_leaf(token_ids),
+        rows=AdvanceRows(**dict(zip(names, map(_leaf, fields), strict=True))),
+        lane=_leaf(lane),
+        block_tables=_leaf(tables.gather(rows, num_rows, buckets.table_blocks)),
     )
+
+
+def _leaf(array: np.ndarray) -> Array:
+    """Let a NumPy array stand in a pytree that kernels read: the jit boundary makes a device array of it."""
+    return cast("Array", array)

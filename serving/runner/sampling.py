@@ -18,6 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from gdn_jax.kernels.anchors import AnyArray
+
 _LARGEST_BELOW_ONE = 1 - 2**-24  # in float32
 _FEW = 64  # tokens found without a sort, where no row keeps more
 _GREEDY_BELOW = 1e-5  # as SamplingParams.greedy
@@ -39,13 +41,13 @@ class SamplingInputs:
         banned_until: `banned` holds for tokens at lower positions: prompt length + min_tokens.
     """
 
-    temperature: Float[Array, "rows"]
-    top_k: Int[Array, "rows"]
-    top_p: Float[Array, "rows"]
-    min_p: Float[Array, "rows"]
-    seed: UInt32[Array, "rows 2"]
-    banned: Int[Array, "rows banned"]
-    banned_until: Int[Array, "rows"]
+    temperature: Float[AnyArray, "rows"]
+    top_k: Int[AnyArray, "rows"]
+    top_p: Float[AnyArray, "rows"]
+    min_p: Float[AnyArray, "rows"]
+    seed: UInt32[AnyArray, "rows 2"]
+    banned: Int[AnyArray, "rows banned"]
+    banned_until: Int[AnyArray, "rows"]
 
 
 @dataclass(frozen=True, kw_only=True)

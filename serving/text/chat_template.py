@@ -196,9 +196,10 @@ def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
     )
-    filters = cast("dict[str, object]", environment.filters)
+    # Jinja types neither table.
+    filters = cast("dict[str, object]", environment.filters)  # pyright: ignore[reportUnknownMemberType]
     filters["tojson"] = _to_json
-    functions = cast("dict[str, object]", environment.globals)
+    functions = cast("dict[str, object]", environment.globals)  # pyright: ignore[reportUnknownMemberType]
     functions |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
     return environment
 
