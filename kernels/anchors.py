@@ -49,7 +49,7 @@ class PrefillRows:
     def row_of(self, num_tokens: int) -> tuple[Int[Array, "T"], Bool[Array, "T"]]:
         """Return each packed token's row, and whether any row owns it (the row of an unowned token is in range)."""
         token = jnp.arange(num_tokens, dtype=jnp.int32)[:, None]
-        owns = (token >= self.offset) & (token < self.offset + self.length)
+        owns = (token >= self.offset[None]) & (token < (self.offset + self.length)[None])
         return jnp.argmax(owns, axis=1).astype(jnp.int32), owns.any(axis=1)
 
     def positions(self, num_tokens: int) -> Int[Array, "T"]:
@@ -65,7 +65,7 @@ class PrefillRows:
     def boundaries(self) -> tuple[Int[Array, "rows boundaries"], Int[Array, "rows boundaries"]]:
         """Return the absolute token count of each export entry, and its slot (null where the row ends before it)."""
         index = jnp.arange(self.export_slot.shape[1], dtype=jnp.int32)
-        count = (self.start[:, None] // CHUNK + 1 + index) * CHUNK
+        count = (self.start[:, None] // CHUNK + 1 + index[None]) * CHUNK
         inside = count <= (self.start + self.length)[:, None]
         return count, jnp.where(inside, self.export_slot, NULL_SLOT)
 
@@ -108,23 +108,23 @@ class AdvanceRows:
 
     def positions(self, window: int) -> Int[Array, "rows T"]:
         """Return the position of every token of the window, real or padding."""
-        return self.start()[:, None] + jnp.arange(window, dtype=jnp.int32)
+        return self.start()[:, None] + jnp.arange(window, dtype=jnp.int32)[None]
 
     def is_new(self, window: int) -> Bool[Array, "rows T"]:
         """Return which tokens of the window are real."""
-        return jnp.arange(window, dtype=jnp.int32) < self.num_new[:, None]
+        return jnp.arange(window, dtype=jnp.int32)[None] < self.num_new[:, None]
 
 
-def load_slots(pool: Shaped[Array, "slots ..."], slot: Int[Array, "*rows"]) -> Shaped[Array, "*rows ..."]:
-    """Return the pool's entries at `slot`, zeros for the null slot whatever it holds."""
+def load_slots(pool: Shaped[Array, "slots ..."], slot: Int[Array, "*rows"]) -> Shaped[Array, "..."]:
+    """Return the pool's entries at `slot`, `[*rows, ...]`; zeros for the null slot whatever it holds."""
     index = slot.reshape(slot.shape + (1,) * (pool.ndim - 1))
     return jnp.where(index == NULL_SLOT, jnp.zeros((), pool.dtype), pool[slot])
 
 
 def store_slots(
-    pool: Shaped[Array, "slots ..."], slot: Int[Array, "*rows"], value: Float[Array, "*rows ..."]
+    pool: Shaped[Array, "slots ..."], slot: Int[Array, "*rows"], value: Float[Array, "..."]
 ) -> Shaped[Array, "slots ..."]:
-    """Return the pool with `value` cast and stored at `slot`; entries for the null slot are dropped."""
+    """Return the pool with `value` `[*rows, ...]` cast and stored at `slot`; entries for the null slot are dropped."""
     index = jnp.where(slot == NULL_SLOT, pool.shape[0], slot)  # out of range, so that mode="drop" skips it
     return pool.at[index].set(value.astype(pool.dtype), mode="drop")
 
