@@ -2,15 +2,18 @@
 
     y = x rsqrt(mean(x^2) + eps) w silu(z)
 
-The weight is used as it is (stored near 1), unlike the zero-centred norms of the rest of the model; the norm comes before the
-gate. Everything is float32 and cast once at the end.
+The weight is used as it is (stored near 1), unlike the zero-centred norms of the rest of the model; the norm comes
+before the gate. Everything is float32 and cast once at the end.
 """
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 
+@partial(jax.jit, static_argnames="eps")
 def gated_rms_norm(
     x: Float[Array, "*tokens Nv dv"],
     z: Float[Array, "*tokens Nv dv"],

@@ -8,6 +8,9 @@ q and k arrive l2-normalised, q scaled (`delta_inputs` makes them); g is the log
 `reference.py` runs this token by token and defines the meaning; `chunked.py` is the plain-JAX version.
 """
 
+from functools import partial
+
+import jax
 from jaxtyping import Array, Float
 
 from gdn_jax.kernels.anchors import AdvanceRows, PrefillRows
@@ -21,6 +24,7 @@ _PREFILL = {Implementation.REFERENCE: reference.gdn_prefill, Implementation.JAX:
 _ADVANCE = {Implementation.REFERENCE: reference.gdn_advance, Implementation.JAX: chunked.gdn_advance}
 
 
+@partial(jax.jit, static_argnames="implementation")
 def gdn_prefill(
     q: Float[Array, "T Nk dk"],
     inputs: DeltaInputs,
@@ -48,6 +52,7 @@ def gdn_prefill(
     return _PREFILL[implementation](q, inputs, rows, pool)
 
 
+@partial(jax.jit, static_argnames="implementation")
 def gdn_advance(
     q: Float[Array, "rows T Nk dk"],
     new: DeltaInputs,

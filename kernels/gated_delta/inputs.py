@@ -1,6 +1,7 @@
 """What the gated delta rule eats: normalised queries and keys, values, log decay and beta."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +47,7 @@ def gates(
     return -decay, jax.nn.sigmoid(b32)
 
 
+@partial(jax.jit, static_argnames=("num_key_heads", "key_dim"))
 def delta_inputs(
     conv_out: Float[Array, "*tokens C"],
     a: Float[Array, "*tokens Nv"],
