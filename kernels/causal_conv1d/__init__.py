@@ -5,6 +5,9 @@
 u is the raw input; before a sequence's start it is zero. A *window* is the last K - 1 raw inputs, oldest first.
 """
 
+from functools import partial
+
+import jax
 from jaxtyping import Array, Float
 
 from gdn_jax.kernels.anchors import AdvanceRows, PrefillRows
@@ -17,6 +20,7 @@ _PREFILL = {Implementation.REFERENCE: reference.causal_conv1d_prefill, Implement
 _ADVANCE = {Implementation.REFERENCE: reference.causal_conv1d_advance, Implementation.JAX: plain.causal_conv1d_advance}
 
 
+@partial(jax.jit, static_argnames="implementation")
 def causal_conv1d_prefill(
     x: Float[Array, "T C"],
     weight: Float[Array, "C K"],
@@ -42,6 +46,7 @@ def causal_conv1d_prefill(
     return _PREFILL[implementation](x, weight, rows, pool)
 
 
+@partial(jax.jit, static_argnames="implementation")
 def causal_conv1d_advance(
     x: Float[Array, "rows T C"],
     replay: Float[Array, "rows R C"],
