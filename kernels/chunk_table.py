@@ -1,14 +1,13 @@
 """Packed rows re-laid on the absolute chunk grid: a static table of chunks, and the way back.
 
 Chunk c of a sequence covers positions [CHUNK c, CHUNK (c + 1)) whatever span is computed, so a token always stands at
-the same place inside its chunk. A row starting at position 70 with 100 tokens, for instance, takes three chunks:
+the same place inside its chunk. A row that starts at position 70 with 123 tokens takes three chunks:
 
-    position     64..127           128..191     192..255
-    tokens       58 from place 6   42           -            (start 70, length 100: two chunks)
-    tokens       58 from place 6   64           1            (start 70, length 123: three chunks)
+    positions    64..127              128..191    192..255
+    tokens       58, from place 6     64          1, at place 0
 
 Places that no token of the row takes are pads. Every row has at least one chunk, so that an empty row still moves its
-state.
+state from its read slot to its write slot.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
 """The causal convolution in plain JAX: taps and windows are gathered from "initial window, then the row's inputs".
 
-One index map does all: raw input i of a row, counted from its first token, is a packed input for i >= 0 and an entry of
-its initial window for i < 0. So spans shorter than the window, and boundaries closer than the window to the start, need
-no case of their own. Sums are float32, oldest tap first; windows hold raw inputs, never rounded on the way.
+One index map does all: raw input i of a row, counted from its first token, is a packed input for i >= 0 and an entry
+of its initial window for i < 0. So spans shorter than the window, and boundaries closer than the window to the start,
+need no case of their own. Sums are float32, oldest tap first; windows hold raw inputs, never rounded on the way.
 """
 
 import jax

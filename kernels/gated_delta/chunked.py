@@ -7,8 +7,9 @@ In a chunk with rows i, j, G_i the running sum of g, and D_ij = exp(G_i - G_j) f
     O = diag(exp G) Q S + (Q K^T o D) V'
     S <- exp(G_n) S + K^T diag(exp(G_n - G)) V'
 
-(Yang, Kautz, Hatamizadeh: Gated Delta Networks, 2024, section 3.3, with W and U folded into V'.) All that does not need
-S is computed for every chunk at once; a serial scan over the chunks then carries the float32 state and the pool.
+(Yang, Kautz, Hatamizadeh: Gated Delta Networks, 2024, section 3.3, with W and U folded into V'.) The inverse, the
+decays and the scores Q K^T o D do not need S and are computed for all chunks at once; a serial scan over the chunks
+then carries the float32 state and the pool.
 """
 
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from gdn_jax.kernels.anchors import NULL_SLOT, AdvanceRows, PrefillRows, load_slots, store_slots
 from gdn_jax.kernels.chunk_table import ChunkTable, chunk_table
@@ -39,6 +40,7 @@ class _Chunk:
         queries: Q, operand dtype.
         values: V, operand dtype.
         inverse: (I + A)^-1, operand dtype.
+        scores: Q K^T o D, operand dtype.
         beta: write strengths.
         decay_in: exp(G_i), from the chunk's start to after token i.
         decay_out: exp(G_n - G_i), from after token i to the chunk's end.
@@ -48,6 +50,7 @@ class _Chunk:
     queries: Float[Array, "*chunks h places dk"]
     values: Float[Array, "*chunks h r places dv"]
     inverse: Float[Array, "*chunks h r places places"]
+    scores: Float[Array, "*chunks h r places places"]
     beta: Float[Array, "*chunks h r places"]
     decay_in: Float[Array, "*chunks h r places"]
     decay_out: Float[Array, "*chunks h r places"]
@@ -60,14 +63,14 @@ def gdn_prefill(
     pool: Float[Array, "slots Nv dv dk"],
 ) -> tuple[Float[Array, "T Nv dv"], Float[Array, "slots Nv dv dk"]]:
     """Run packed spans chunk by chunk; as `gated_delta.gdn_prefill`, which says what the arguments mean."""
-    dtype = inputs.v.dtype
+    dtype, (_, num_heads, dv, dk) = inputs.v.dtype, pool.shape
     table = chunk_table(rows, q.shape[0])
-    chunks, scores = _prepare(q, inputs, table)
+    chunks = _prepare(q, inputs, table)
 
-    def run_chunk(carry: tuple[Array, Array], scanned: tuple) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    def run_chunk(carry: tuple[Array, Array], scanned: tuple) -> tuple[tuple[Array, Array], Array]:
         state, pool = carry
         chunk, is_first, read_slot, export_slot, write_slot = scanned
-        state = jnp.where(is_first, _load(pool, read_slot).reshape(state.shape), state)
+        state = jnp.where(is_first, load_slots(pool, read_slot).astype(jnp.float32).reshape(state.shape), state)
 
         operand = state.astype(dtype)
         at_keys = chunk.decay_in[..., None] * einsum("hik,hrvk->hriv", chunk.keys, operand)
@@ -77,23 +80,20 @@ def gdn_prefill(
 
         kept = (chunk.decay_out[..., None] * written).astype(dtype)
         state = chunk.decay_in[..., -1:, None] * state + einsum("hriv,hik->hrvk", kept, chunk.keys)
-        pool = _store(_store(pool, export_slot, state), write_slot, state)
-        return (state, pool), (written.astype(dtype), at_queries)
+        by_head = state.reshape(num_heads, dv, dk)
+        pool = store_slots(store_slots(pool, export_slot, by_head), write_slot, by_head)
+        output = at_queries + einsum("hrij,hrjv->hriv", chunk.scores, written.astype(dtype))
+        return (state, pool), output.astype(dtype)
 
-    num_key_heads, (_, num_heads, dv, dk) = q.shape[1], pool.shape
-    nothing = jnp.zeros((num_key_heads, num_heads // num_key_heads, dv, dk), jnp.float32)
+    nothing = jnp.zeros((q.shape[1], num_heads // q.shape[1], dv, dk), jnp.float32)
     scanned = (chunks, table.is_first, table.read_slot, table.export_slot, table.write_slot)
-    (_, pool), (written, from_state) = jax.lax.scan(run_chunk, (nothing, pool), scanned)
-
-    outputs = from_state + einsum("nhrij,nhrjv->nhriv", scores, written)
-    outputs = outputs.astype(dtype).reshape(-1, num_heads, CHUNK, dv)
+    (_, pool), outputs = jax.lax.scan(run_chunk, (nothing, pool), scanned)
+    outputs = outputs.reshape(-1, num_heads, CHUNK, dv)
     return table.put(jnp.moveaxis(outputs, 1, 2)), pool
 
 
-def _prepare(
-    q: Float[Array, "T Nk dk"], inputs: DeltaInputs, table: ChunkTable
-) -> tuple[_Chunk, Float[Array, "chunks h r places places"]]:
-    """Compute what does not depend on the state, of all chunks at once; also the scores Q K^T o D."""
+def _prepare(q: Float[Array, "T Nk dk"], inputs: DeltaInputs, table: ChunkTable) -> _Chunk:
+    """Compute what does not depend on the state, of all chunks at once."""
     dtype = inputs.v.dtype
 
     def by_key_head(x: Array) -> Array:  # [T, Nk, ...] to [chunks, h, places, ...]
@@ -110,16 +110,16 @@ def _prepare(
 
     below = jnp.tril(jnp.ones((CHUNK, CHUNK), jnp.float32), -1)[None, None, None]
     lower = _once(beta[..., None] * key_products * decay * below)
-    chunks = _Chunk(
+    return _Chunk(
         keys=keys,
         queries=queries,
         values=by_value_head(inputs.v),
         inverse=unit_lower_inverse(lower).astype(dtype),
+        scores=(query_products * decay).astype(dtype),
         beta=beta,
         decay_in=decay_in,
         decay_out=decay_out,
     )
-    return chunks, (query_products * decay).astype(dtype)
 
 
 def _decays(g: Float[Array, "*lead places"]) -> tuple[Array, Array, Array]:
@@ -143,24 +143,6 @@ def _decays(g: Float[Array, "*lead places"]) -> tuple[Array, Array, Array]:
 def _once(x: Array | tuple[Array, ...]) -> Any:
     """Keep XLA from fusing the making of x into each of its consumers, where it would be computed many times over."""
     return jax.lax.optimization_barrier(x)
-
-
-def _load(pool: Float[Array, "slots Nv dv dk"], slot: Int[Array, ""]) -> Float[Array, "Nv dv dk"]:
-    """Return one state in float32, zeros for the null slot."""
-    state = jax.lax.dynamic_index_in_dim(pool, slot, keepdims=False).astype(jnp.float32)
-    return jnp.where(slot == NULL_SLOT, jnp.zeros((), jnp.float32), state)
-
-
-def _store(
-    pool: Float[Array, "slots Nv dv dk"], slot: Int[Array, ""], state: Float[Array, "h r dv dk"]
-) -> Float[Array, "slots Nv dv dk"]:
-    """Return the pool with `state` at `slot`, cast; the null slot gets its own content back.
-
-    A slice update rather than a scatter: XLA does it in place on the pool that the scan carries.
-    """
-    kept = jax.lax.dynamic_index_in_dim(pool, slot, keepdims=False)
-    value = jnp.where(slot == NULL_SLOT, kept, state.reshape(kept.shape).astype(pool.dtype))
-    return jax.lax.dynamic_update_index_in_dim(pool, value, slot, axis=0)
 
 
 def gdn_advance(

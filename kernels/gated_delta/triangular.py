@@ -4,7 +4,7 @@ Diagonal blocks of 16 rows are inverted row by row, then pairs of blocks are mer
 
     [[L11, 0], [L21, L22]]^-1 = [[L11^-1, 0], [-L22^-1 L21 L11^-1, L22^-1]]
 
-The product form prod (I + (-A)^(2^m)) is not used: for repeated keys its factors reach 1e17 and float32 cancels to
+The product form prod (I + (-A)^(2^m)) is not used: for repeated keys its factors reach 1e17, and float32 cancels to
 nothing.
 """
 
@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from gdn_jax.kernels.numerics import einsum
 
-_BLOCK = 16  # rows inverted one after the other; one vector register of float32
+_BLOCK = 16  # rows inverted one after the other
 
 
 @jax.custom_jvp
@@ -39,17 +39,18 @@ def _unit_lower_inverse_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tu
 
 def _invert_diagonal_blocks(lower: Float[Array, "*batch n n"]) -> Float[Array, "*batch blocks b b"]:
     """Return (I + D)^-1 of each diagonal block D, one row at a time: row i = e_i - sum_{j<i} D_ij row j."""
-    count = lower.shape[-1] // _BLOCK
-    grid = lower.reshape(*lower.shape[:-2], count, _BLOCK, count, _BLOCK)
-    blocks = jnp.moveaxis(jnp.diagonal(grid, axis1=-4, axis2=-2), -1, -3)
+    starts = range(0, lower.shape[-1], _BLOCK)
+    blocks = jnp.stack([lower[..., i : i + _BLOCK, i : i + _BLOCK] for i in starts], axis=-3)
+    flat = blocks.reshape(-1, _BLOCK, _BLOCK)
+    identity = jnp.eye(_BLOCK, dtype=jnp.float32)
 
-    def next_row(i: Array, known: Array) -> Array:
-        row = jax.lax.dynamic_index_in_dim(blocks, i, axis=-2)  # zero from place i on, as rows of `known` are
-        row = jax.nn.one_hot(i, _BLOCK, dtype=lower.dtype) - jnp.sum(jnp.swapaxes(row, -1, -2) * known, axis=-2)
-        return jax.lax.dynamic_update_index_in_dim(known, row, i, axis=-2)
+    def substitute(i: Array, inverse: Array) -> Array:
+        coefficients = jax.lax.dynamic_index_in_dim(flat, i, axis=1, keepdims=False)
+        known = einsum("bj,bjk->bk", coefficients, inverse)  # D_ij is zero for j >= i, as are the rows not yet known
+        row = jnp.broadcast_to(identity[i], known.shape) - known
+        return jax.lax.dynamic_update_index_in_dim(inverse, row, i, axis=1)
 
-    # A loop, since unrolled it is most of what a model's compilation takes.
-    return jax.lax.fori_loop(0, _BLOCK, next_row, jnp.zeros_like(blocks))
+    return jax.lax.fori_loop(0, _BLOCK, substitute, jnp.zeros_like(flat)).reshape(blocks.shape)
 
 
 def _merge_pairs(
