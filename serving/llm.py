@@ -44,6 +44,7 @@ class LLM:
         self._reader = PromptReader(parts.tokenizer, parts.chat_template, parts.model_config.vocab_size)
         self.model_config = parts.model_config
         self.max_model_len = parts.memory.max_model_len
+        self._live: dict[str, Collector] = {}  # by the id of each completion that is not finished
         self._num_requests = 0
         self._num_seedless = 0
 
@@ -155,18 +156,27 @@ class LLM:
             )
         params = self._params_for(len(prompts), sampling_params)
         collectors = self._submit(prompts, params, priority or [0] * len(prompts), cache_salt)
-        by_name = {name: collector for collector in collectors for name in collector.names}
         with tqdm(total=len(collectors), desc="prompts", disable=not use_tqdm, leave=False) as bar:
             try:
-                while self._engine.has_work:
-                    for output in self._engine.step():
-                        if (collector := by_name.get(output.request_id)) is not None:
-                            collector.take(output)
-                            bar.update(collector.just_finished())
-            except BaseException:
-                self._abort(by_name)
-                raise
+                while (num_finished := sum(collector.finished for collector in collectors)) < len(collectors):
+                    bar.update(num_finished - bar.n)
+                    self._step()
+                self._close()
+            finally:
+                self._abort(collectors)
         return [collector.output() for collector in collectors]
+
+    def _step(self) -> None:
+        """Run one step and hand out what it brought, also to streams that are not being read just now."""
+        for output in self._engine.step():
+            self._live[output.request_id].take(output)
+            if output.output.finish_reason is not None:
+                del self._live[output.request_id]
+
+    def _close(self) -> None:
+        """Run the closing rows of finished requests, whose checkpoints the next turn will want."""
+        while not self._live and self._engine.has_work:
+            self._step()
 
     def _params_for(
         self, num_prompts: int, params: SamplingParams | Sequence[SamplingParams] | None
@@ -216,8 +226,9 @@ class LLM:
                         cache_salt=cache_salt,
                         leader=name if index else None,
                     )
+                    self._live[completion] = collectors[-1]
         except BaseException:
-            self._abort(name for collector in collectors for name in collector.names)
+            self._abort(collectors)
             raise
         return collectors
 
@@ -239,17 +250,21 @@ class LLM:
 
     def _stream(self, collector: Collector) -> Iterator[RequestOutput]:
         try:
-            while not collector.finished:
-                outputs = [output for output in self._engine.step() if output.request_id in collector.names]
-                for output in outputs:
-                    collector.take(output)
-                if outputs:
+            num_seen = 0
+            while True:
+                if collector.num_taken > num_seen:
+                    num_seen = collector.num_taken
                     yield collector.output()
-            while self._engine.has_work:  # the closing row, whose checkpoint the next turn will want
-                self._engine.step()
+                elif collector.finished:
+                    break
+                else:
+                    self._step()
+            self._close()
         finally:
-            self._abort(collector.names)
+            self._abort([collector])
 
-    def _abort(self, names: "Sequence[str] | Mapping[str, object] | Iterator[str]") -> None:
-        for name in names:
-            self._engine.abort(name)
+    def _abort(self, collectors: Sequence[Collector]) -> None:
+        """Drop what is left of these, if anything is."""
+        for name in (name for collector in collectors for name in collector.names):
+            if self._live.pop(name, None) is not None:
+                self._engine.abort(name)
