@@ -23,6 +23,33 @@ _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
+class EngineRequest:
+    """One completion of one prompt, checked by whoever made it.
+
+    Attributes:
+        request_id: not in use.
+        prompt: token ids.
+        params: how it samples and ends; `n` is the maker's business.
+        seed: of its noise.
+        max_tokens: most tokens it may emit.
+        priority: lower goes first.
+        turn_borders: token counts up to which the next turn may share this prompt.
+        cache_salt: shares cached prefixes only with requests of the same salt.
+        leader: id of a request with the same prompt whose checkpoint it waits for.
+    """
+
+    request_id: str
+    prompt: Sequence[int]
+    params: SamplingParams
+    seed: int
+    max_tokens: int
+    priority: int = 0
+    turn_borders: tuple[int, ...] = ()
+    cache_salt: str = ""
+    leader: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineOutput:
     """What one step gave one request.
 
@@ -102,49 +129,27 @@ class Engine:
         self._num_output_tokens = self._num_steps = self._num_failed_steps = 0
         self._evictions_before = 0
 
-    def add(
-        self,
-        request_id: str,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        *,
-        seed: int,
-        max_tokens: int,
-        priority: int = 0,
-        turn_borders: tuple[int, ...] = (),
-        cache_salt: str = "",
-        leader: str | None = None,
-    ) -> None:
+    def add(self, asked: EngineRequest) -> None:
         """Queue one completion of one prompt.
-
-        Args:
-            request_id: not in use.
-            prompt: token ids, checked by the caller.
-            params: how it samples and ends; `n` is the caller's business.
-            seed: of its noise.
-            max_tokens: most tokens it may emit.
-            priority: lower goes first.
-            turn_borders: token counts up to which the next turn may share this prompt.
-            cache_salt: shares cached prefixes only with requests of the same salt.
-            leader: id of a request with the same prompt whose checkpoint it waits for.
 
         Raises:
             RequestError: the id is in use, or it could never run to its end here.
         """
+        params, prompt = asked.params, asked.prompt
         request = self._scheduler.add(
-            RequestId(request_id),
+            RequestId(asked.request_id),
             prompt,
-            max_tokens=max_tokens,
-            seed=seed,
-            priority=priority,
-            turn_borders=turn_borders,
-            cache_salt=cache_salt.encode(),
-            leader=None if leader is None else RequestId(leader),
+            max_tokens=asked.max_tokens,
+            seed=asked.seed,
+            priority=asked.priority,
+            turn_borders=asked.turn_borders,
+            cache_salt=asked.cache_salt.encode(),
+            leader=None if asked.leader is None else RequestId(asked.leader),
         )
         self._cutters[request.request_id] = Cutter(
-            params, prompt, max_tokens, tokenizer=self._tokenizer, end_token_ids=self._end_token_ids
+            params, prompt, asked.max_tokens, tokenizer=self._tokenizer, end_token_ids=self._end_token_ids
         )
-        self._runner.add(request.request_id, self._sampling(params, seed, len(prompt)))
+        self._runner.add(request.request_id, self._sampling(params, asked.seed, len(prompt)))
 
     def _sampling(self, params: SamplingParams, seed: int, num_prompt: int) -> RequestSampling:
         row = RowSampling(
