@@ -1,7 +1,8 @@
-"""Measure the engine on a CPU with a tiny model: warm against cold, `all` against `none`, host work, memory over requests.
+"""Measure the engine on a CPU with a tiny model: warm against cold, `all` against `none`, host work, memory over
+requests.
 
-Ratios within one run are what counts: absolute times of a shared CPU mean little. Each case checks its answers first and
-reports no number if they are wrong.
+Ratios within one run are what counts: absolute times of a shared CPU mean little. Each case checks its answers first
+and reports no number if they are wrong.
 """
 
 import resource
