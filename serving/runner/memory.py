@@ -118,9 +118,7 @@ def plan_memory(model: ModelConfig, request: MemoryRequest) -> MemoryPlan:
     pool = request.pool_bytes or request.total_bytes - weights - activations
     limit = request.max_model_len or model.context_length
     if limit > model.context_length:
-        raise StartupError(
-            f"max_model_len must be at most the model's {model.context_length}; got {limit}; lower it"
-        )
+        raise StartupError(f"max_model_len must be at most the model's {model.context_length}; got {limit}; lower it")
     shortest = limit if request.max_model_len else min(limit, request.block_size)
     least = -(-shortest // request.block_size) * block + block + 2 * slot + lane
     if pool < least:

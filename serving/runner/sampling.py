@@ -90,7 +90,7 @@ def _hashed(kind: str, seed: int, index: int) -> int:
 
 
 def pack_rows(requests: Sequence[RowSampling], *, num_rows: int, num_banned: int) -> SamplingInputs:
-    """Pad requests to `num_rows` rows and `num_banned` banned ids each; padding rows are greedy.
+    """Pad requests to `num_rows` rows and `num_banned` banned ids each, as NumPy arrays; padding rows are greedy.
 
     Raises:
         ValueError: more requests, or more banned ids, than there is room for.
@@ -106,13 +106,13 @@ def pack_rows(requests: Sequence[RowSampling], *, num_rows: int, num_banned: int
     banned = [[*row.banned, *[-1] * (num_banned - len(row.banned))] for row in rows]
     most = np.iinfo(np.int32).max
     return SamplingInputs(
-        temperature=jnp.asarray([_divisor(row.temperature) for row in rows], jnp.float32),
-        top_k=jnp.asarray([min(max(row.top_k, 0), most) for row in rows], jnp.int32),
-        top_p=jnp.asarray([row.top_p for row in rows], jnp.float32),
-        min_p=jnp.asarray([row.min_p for row in rows], jnp.float32),
-        seed=jnp.asarray(words, jnp.uint32).reshape(num_rows, 2),
-        banned=jnp.asarray(banned, jnp.int32).reshape(num_rows, num_banned),
-        banned_until=jnp.asarray([row.banned_until for row in rows], jnp.int32),
+        temperature=np.asarray([_divisor(row.temperature) for row in rows], np.float32),
+        top_k=np.asarray([min(max(row.top_k, 0), most) for row in rows], np.int32),
+        top_p=np.asarray([row.top_p for row in rows], np.float32),
+        min_p=np.asarray([row.min_p for row in rows], np.float32),
+        seed=np.asarray(words, np.uint32).reshape(num_rows, 2),
+        banned=np.asarray(banned, np.int32).reshape(num_rows, num_banned),
+        banned_until=np.asarray([row.banned_until for row in rows], np.int32),
     )
 
 
