@@ -1,8 +1,8 @@
 """Scheduler and tell-tale runner together, with the answers known beforehand: what the core's tests drive.
 
 Every step is checked from outside: the plan's rows against the requests, the pages a row writes against everybody
-else's claims, and after the commit every book, every state and every published name. What nobody owns is wiped, so that a
-read of it fails. Nothing here uses what it checks to work out what is right.
+else's claims, and after the commit every book, every state and every published name. What nobody owns is wiped, so that
+a read of it fails. Nothing here uses what it checks to work out what is right.
 """
 
 import copy
