@@ -127,6 +127,8 @@ class Holdings:
             turn_borders=request.turn_borders,
             junction=hit.junction,
         )
+        if hit.name is not None and hit.length in request.placed and hit.name != request.rolling:
+            self.checkpoints.place(hit.name)
         if request.num_cached is None:
             request.num_cached = hit.length
 
