@@ -62,8 +62,9 @@ class TellTaleRunner:
         for row in plan.rows:
             others = [other for other in plan.rows if other is not row]
             touched = {other.write_anchor for other in others} | {e.slot for o in plan.rows for e in o.exports}
+            touched |= {export.slot for export in row.exports}
             if row.read_anchor in touched:
-                raise TellTaleError(f"{row.request_id} reads a slot that another row writes: {plan}")
+                raise TellTaleError(f"{row.request_id} reads a slot that something else writes: {plan}")
         lanes = [row.lane for row in plan.rows]
         if len(set(lanes)) != len(lanes):
             raise TellTaleError(f"two rows share a lane: {plan}")
@@ -122,6 +123,8 @@ class TellTaleRunner:
         window = self.windows.get(row.lane, [])
         if row.num_replay > len(window):
             raise TellTaleError(f"{row.request_id} replays {row.num_replay} of a window of {len(window)}")
+        if len(row.exports) > 1:
+            raise TellTaleError(f"{row.request_id}: a fold can save one state, not {len(row.exports)}")
         folded = (*state, *window[: row.num_replay])
         saved: list[int] = []
         for export in row.exports:
