@@ -116,11 +116,9 @@ def plan_memory(model: ModelConfig, request: MemoryRequest) -> MemoryPlan:
     slot = state_bytes_per_slot(model, request.state_dtype, request.dtype) + model.hidden_size * item
     lane = request.window * lane_bytes_per_token(model, request.dtype)
     pool = request.pool_bytes or request.total_bytes - weights - activations
-    limit = request.max_model_len or model.max_position_embeddings
-    if limit > model.max_position_embeddings:
-        raise StartupError(
-            f"max_model_len must be at most the model's {model.max_position_embeddings}; got {limit}; lower it"
-        )
+    limit = request.max_model_len or model.context_length
+    if limit > model.context_length:
+        raise StartupError(f"max_model_len must be at most the model's {model.context_length}; got {limit}; lower it")
     shortest = limit if request.max_model_len else min(limit, request.block_size)
     least = -(-shortest // request.block_size) * block + block + 2 * slot + lane
     if pool < least:
@@ -207,7 +205,7 @@ def activation_bytes(model: ModelConfig, request: MemoryRequest) -> int:
     )
     layer = tokens * (4 * model.hidden_size + 3 * widest) * item
     chunk = tokens * model.num_linear_value_heads * (4 * 64 + 3 * model.linear_value_dim + 2 * model.linear_key_dim) * 4
-    length = request.max_model_len or model.max_position_embeddings
+    length = request.max_model_len or model.context_length
     scores = 64 * model.num_attention_heads * length * 4 + 2 * length * model.num_kv_heads * model.head_dim * item
     logits = 2 * request.max_num_seqs * request.window * model.vocab_size * 4
     return layer + chunk + scores + logits

@@ -7,7 +7,7 @@ Each traces once per bucket: everything static is in the model's graph, `StepSta
 """
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -39,6 +39,13 @@ class StepStatic:
     graph: nnx.GraphDef[Any]
     num_valid_tokens: int
     num_top: int
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.graph, self.num_valid_tokens, self.num_top))
+
+    def __hash__(self) -> int:  # kept, since a call asks for it and a graph takes longer to hash than to launch
+        return self._hash
 
 
 @jax.tree_util.register_dataclass
