@@ -6,6 +6,8 @@ the pools cannot take is the engine's to refuse.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
+from reprlib import repr as short_repr
 
 from gdn_jax.serving.collector import Collector
 from gdn_jax.serving.core.errors import InvalidParameterError, PromptTooLongError
@@ -23,10 +25,38 @@ class Options:
     Attributes:
         priority: lower goes first.
         cache_salt: share cached prefixes only with requests of the same salt.
+
+    Raises:
+        InvalidParameterError: a value of another type; priorities of several types could not be ordered.
     """
 
     priority: int = 0
     cache_salt: str = ""
+
+    # The class checks its own values; a run-time type checker would answer first, with another error.
+    __no_type_check__ = True
+
+    def __post_init__(self) -> None:
+        """Check every value."""
+        if isinstance(self.priority, bool) or not isinstance(self.priority, Integral):
+            raise InvalidParameterError(
+                f"priority must be an int; got {short_repr(self.priority)}; leave it out for the default",
+                parameter="priority",
+            )
+        if not isinstance(self.cache_salt, str) or not _is_unicode(self.cache_salt):
+            raise InvalidParameterError(
+                f"cache_salt must be a str of valid Unicode; got {short_repr(self.cache_salt)}; leave it out for none",
+                parameter="cache_salt",
+            )
+
+
+def _is_unicode(text: str) -> bool:
+    """Return whether a text has bytes: a lone surrogate has none."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 class Intake:
@@ -118,8 +148,13 @@ def one_per_prompt[T](name: str, given: Sequence[T], num_prompts: int) -> list[T
     """Return a list of one value per prompt.
 
     Raises:
-        InvalidParameterError: there are more or fewer.
+        InvalidParameterError: no sequence, or one of more or fewer values.
     """
+    if not hasattr(given, "__len__") or not hasattr(given, "__iter__"):
+        raise InvalidParameterError(
+            f"{name} must be a list with one entry per prompt ({num_prompts}); got {type(given).__name__}",
+            parameter=name,
+        )
     if len(given) != num_prompts:
         raise InvalidParameterError(
             f"{name} must have one entry per prompt ({num_prompts}); got {len(given)}", parameter=name
