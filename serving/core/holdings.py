@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gdn_jax.serving.core.blocks import BlockHash, BlockPool
-from gdn_jax.serving.core.checkpoints import NULL_SLOT, CheckpointStore, Retention
+from gdn_jax.serving.core.checkpoints import NULL_SLOT, CheckpointStore, Retention, SlotId
 from gdn_jax.serving.core.errors import InvariantError
 from gdn_jax.serving.core.placement import Placement
 from gdn_jax.serving.core.plan import Export
@@ -166,13 +166,24 @@ class Holdings:
                 elif save.retention is Retention.PLACED:
                     self.checkpoints.place(name)
                 continue
-            slot = self.checkpoints.try_reserve(placed=save.retention is not Retention.INTERVAL)
+            slot = self._try_reserve(save, name)
             if slot is None:
                 counts.saves_skipped += 1
                 continue
             names.add(name)
             reserved.append((save, Export(boundary=save.boundary, slot=slot, retention=save.retention)))
         return reserved
+
+    def _try_reserve(self, save: Save, name: BlockHash) -> SlotId | None:
+        """Reserve a slot for a save; a rolling one rather replaces its predecessor than evicts a placed one."""
+        if save.retention is Retention.ROLLING:
+            slot = self.checkpoints.try_reserve(placed=False)
+            if slot is None:
+                self._supersede_rolling(save.request, by=name)
+                slot = self.checkpoints.try_reserve(placed=False)
+            if slot is not None:
+                return slot
+        return self.checkpoints.try_reserve(placed=save.retention is not Retention.INTERVAL)
 
     def commit_export(self, request: Request, export: Export, counts: Counts, *, stored: bool) -> None:
         """Publish the state a row stored in a reserved slot, or free the slot."""

@@ -125,6 +125,14 @@ class CoreRig:
         assert holdings.checkpoints.num_owned == 0
         self.scheduler.check()
 
+    def finish(self) -> None:
+        """Run to the end; every request that was not dropped must answer as the model does, and nothing be held."""
+        self.run()
+        for request in self.ended.values():
+            if request.finish in (FinishReason.STOP, FinishReason.LENGTH):
+                self.check_answer(request)
+        self.idle()
+
     # Steps.
 
     def step(self, *, abort: str | None = None, reset: bool = False) -> StepPlan | None:

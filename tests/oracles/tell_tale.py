@@ -45,6 +45,7 @@ class TellTaleRunner:
     drafts: dict[int, list[int]] = field(default_factory=dict)  # by lane
     salts: tuple[bytes, ...] = (b"",)  # cache salts in use, for the audit
     num_accepted: int = 0
+    audited: dict[bytes, object] = field(default_factory=dict)  # content last found right, by name
 
     def run(self, plan: StepPlan) -> StepResult:
         """Run a plan as the device does: all rows read the state from before the step."""
@@ -184,18 +185,24 @@ class TellTaleRunner:
         pools = scheduler.holdings
         for name, slot in pools.checkpoints.names().items():
             state = self.slots.get(slot, ())
+            if self.audited.get(b"state" + name) is state:
+                continue
             if (
                 not state
                 or len(state) % self.block_size
                 or not any(self._chain_end(state, s) == name for s in self.salts)
             ):
                 raise TellTaleError(f"slot {slot} is published under a name that is not its content's: {state}")
+            self.audited[b"state" + name] = state
         for name, block in pools.blocks.names().items():
             page = self.pages.get(block, {})
             content = tuple(page[i] for i in range(self.block_size) if i in page)
             parent = pools.blocks.parent_of(name)
+            if self.audited.get(name) == (parent, content):
+                continue
             if len(content) < self.block_size or not any(_link(parent, content, s) == name for s in self.salts):
                 raise TellTaleError(f"block {block} is published under a name that is not its content's: {content}")
+            self.audited[name] = (parent, content)
 
     def _chain_end(self, tokens: tuple[int, ...], salt: bytes) -> bytes | None:
         name: bytes | None = None
