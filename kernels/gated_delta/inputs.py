@@ -43,8 +43,9 @@ def gates(
 ) -> tuple[Float[Array, "*tokens Nv"], Float[Array, "*tokens Nv"]]:
     """Return (g, beta): g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b), in float32."""
     a32, b32 = a.astype(jnp.float32), b.astype(jnp.float32)
-    decay = jnp.exp(a_log.astype(jnp.float32)) * jax.nn.softplus(a32 + dt_bias.astype(jnp.float32))
-    return -decay, jax.nn.sigmoid(b32)
+    rate = jnp.broadcast_to(jnp.exp(a_log.astype(jnp.float32)), a.shape)
+    bias = jnp.broadcast_to(dt_bias.astype(jnp.float32), a.shape)
+    return -rate * jax.nn.softplus(a32 + bias), jax.nn.sigmoid(b32)
 
 
 @partial(jax.jit, static_argnames=("num_key_heads", "key_dim"))
