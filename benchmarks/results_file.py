@@ -1,8 +1,4 @@
-"""The one format of benchmark results: a JSON file per suite, with what is needed to measure again.
-
-`{"suite", "device", "date", "commit", "versions", "command", "rows": [{"case", "metric", "value", "unit",
-"implementation", "error"}]}`; `error` is the relative error of the check that ran before the timing.
-"""
+"""Results of a benchmark suite as one JSON file: the numbers, and what is needed to judge and repeat them."""
 
 import json
 import platform
@@ -12,70 +8,86 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import jax
 
-_ROOT = Path(__file__).resolve().parents[1]
+_PACKAGES = ("gdn-jax", "jax", "jaxlib", "flax", "numpy")
 
 
-@dataclass(frozen=True)
-class Row:
-    """One figure.
+@dataclass(frozen=True, kw_only=True)
+class ResultRow:
+    """One number.
 
     Attributes:
-        case: what was measured, e.g. "prefill/16x32/1x8192".
-        metric: e.g. "us" or "ratio".
-        value: the median.
-        unit: of the value.
-        implementation: "ours", or a peer's name.
-        error: relative error of the check before the timing.
+        case: name of the shape or workload.
+        metric: what was measured, for instance "median".
+        value: the number.
+        unit: its unit; "ratio" for a quotient of two times.
+        implementation: "ours", a kernel implementation of ours, or a peer.
+        error: relative error of the check that ran before the timing; None where nothing is computed to check.
     """
 
     case: str
     metric: str
     value: float
     unit: str
-    implementation: str = "ours"
-    error: float | None = None
+    implementation: str
+    error: float | None
 
 
-def write_results(path: Path, *, suite: str, rows: Sequence[Row]) -> None:
-    """Write a suite's rows, and print them."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    content = {
+def write_results(path: Path, suite: str, rows: Sequence[ResultRow]) -> None:
+    """Write a suite's rows with device, date, commit, versions and the command line; replaces the file."""
+    document = {
         "suite": suite,
-        "device": _device(),
-        "date": datetime.now(UTC).date().isoformat(),
+        "device": device_name(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
-        "versions": {
-            "python": platform.python_version(),
-            **{name: version(name) for name in ("jax", "jaxlib", "flax")},
-        },
-        "command": shlex.join(["python", *sys.argv]),
+        "versions": {"python": platform.python_version(), **_versions()},
+        "command": shlex.join(["python", "-m", _module_name(), *sys.argv[1:]]),
         "rows": [asdict(row) for row in rows],
     }
-    path.write_text(json.dumps(content, indent=2) + "\n")
-    for row in rows:
-        sys.stdout.write(f"{row.case:44} {row.metric:8} {row.value:12.4g} {row.unit:4} {row.implementation}\n")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=1) + "\n")
 
 
-def _device() -> str:
+def device_name() -> str:
+    """Return the accelerator's kind and count, or the processor's model name and number of cores."""
     device = jax.devices()[0]
     if device.platform != "cpu":
-        return device.device_kind
-    return f"CPU, {_cpu_model()}"
-
-
-def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+        return f"{jax.device_count()} x {device.device_kind}"
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{len(models)} x {models[0]}" if models else platform.processor() or platform.machine()
 
 
 def _commit() -> str:
-    found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=_ROOT, capture_output=True, text=True, check=False)
-    return found.stdout.strip() or "unknown"
+    """Return the commit, with "-dirty" if tracked files differ from it; "unknown" outside git."""
+    folder = Path(__file__).parent
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    try:
+        is_dirty = bool(git("status", "--porcelain", "--untracked-files=no"))
+        return git("rev-parse", "HEAD") + ("-dirty" if is_dirty else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _module_name() -> str:
+    spec = sys.modules["__main__"].__spec__
+    return spec.name if spec is not None else Path(sys.argv[0]).name
