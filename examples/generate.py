@@ -1,6 +1,6 @@
 """Complete two prompts that share a long prefix, and see the second one hit the prefix cache.
 
-    python examples/generate.py path/to/model
+python examples/generate.py path/to/model
 """
 
 import sys

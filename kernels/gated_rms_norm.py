@@ -31,4 +31,5 @@ def gated_rms_norm(
     """
     x32, z32 = x.astype(jnp.float32), z.astype(jnp.float32)
     normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return (normed * weight.astype(jnp.float32) * jax.nn.silu(z32)).astype(x.dtype)
+    gain = jnp.expand_dims(weight.astype(jnp.float32), tuple(range(x.ndim - 1)))
+    return (normed * gain * jax.nn.silu(z32)).astype(x.dtype)

@@ -43,8 +43,9 @@ def gates(
 ) -> tuple[Float[Array, "*tokens Nv"], Float[Array, "*tokens Nv"]]:
     """Return (g, beta): g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b), in float32."""
     a32, b32 = a.astype(jnp.float32), b.astype(jnp.float32)
-    decay = jnp.exp(a_log.astype(jnp.float32)) * jax.nn.softplus(a32 + dt_bias.astype(jnp.float32))
-    return -decay, jax.nn.sigmoid(b32)
+    lead = tuple(range(a.ndim - 1))
+    rate, bias = (jnp.expand_dims(x.astype(jnp.float32), lead) for x in (a_log, dt_bias))
+    return -jnp.exp(rate) * jax.nn.softplus(a32 + bias), jax.nn.sigmoid(b32)
 
 
 @partial(jax.jit, static_argnames=("num_key_heads", "key_dim"))
