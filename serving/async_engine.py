@@ -110,7 +110,7 @@ class AsyncEngine:
                 yield collector.output()
         finally:
             if self.is_running:
-                self._put(partial(self._abort, [request.request_id for request in requests]))
+                self._put(partial(self._leave, [request.request_id for request in requests], reader))
 
     @staticmethod
     def _take(collector: Collector, item: _Item) -> None:
@@ -136,6 +136,10 @@ class AsyncEngine:
         for name in names:
             self._readers.pop(name, None)
             self._engine.abort(name)
+
+    def _leave(self, names: Sequence[str], reader: _Reader) -> None:
+        """Abort what a reader left behind; a name may be another's, where the engine refused this reader's request."""
+        self._abort([name for name in names if self._readers.get(name) is reader])
 
     def _run(self) -> None:
         try:

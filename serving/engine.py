@@ -9,11 +9,12 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gdn_jax.serving.core.errors import InvariantError
+from gdn_jax.serving.core.errors import InvalidParameterError, InvariantError
 from gdn_jax.serving.core.plan import RowCut, RowPlan, StepPlan, StepResult
 from gdn_jax.serving.core.request import FinishReason, Request, RequestId
 from gdn_jax.serving.core.scheduler import Scheduler
 from gdn_jax.serving.cut import Cutter, TokenOutput
+from gdn_jax.serving.runner.lanes import MAX_BANNED
 from gdn_jax.serving.runner.runner import RequestSampling, Runner
 from gdn_jax.serving.runner.sampling import RowSampling
 from gdn_jax.serving.sampling_params import SamplingParams
@@ -136,6 +137,7 @@ class Engine:
             RequestError: the id is in use, or it could never run to its end here.
         """
         params, prompt = asked.params, asked.prompt
+        sampling = self._sampling(asked)
         request = self._scheduler.add(
             RequestId(asked.request_id),
             prompt,
@@ -149,17 +151,19 @@ class Engine:
         self._cutters[request.request_id] = Cutter(
             params, prompt, asked.max_tokens, tokenizer=self._tokenizer, end_token_ids=self._end_token_ids
         )
-        self._runner.add(request.request_id, self._sampling(params, asked.seed, len(prompt)))
+        self._runner.add(request.request_id, sampling)
 
-    def _sampling(self, params: SamplingParams, seed: int, num_prompt: int) -> RequestSampling:
+    def _sampling(self, asked: EngineRequest) -> RequestSampling:
+        """Return how a request samples, in numbers that fit the device's."""
+        params = asked.params
         row = RowSampling(
             temperature=0.0 if params.greedy else params.temperature,
             top_k=params.top_k,
             top_p=params.top_p,
             min_p=params.min_p,
-            seed=seed,
+            seed=asked.seed,
             banned=self._banned_ids(params),
-            banned_until=num_prompt + params.min_tokens,
+            banned_until=len(asked.prompt) + min(params.min_tokens, asked.max_tokens),
         )
         return RequestSampling(row=row, num_logprobs=params.logprobs)
 
@@ -168,7 +172,14 @@ class Engine:
         if params.min_tokens == 0:
             return ()
         ends = () if params.ignore_eos else self._end_token_ids
-        return tuple(dict.fromkeys([*ends, *(params.stop_token_ids or ())]))
+        banned = tuple(dict.fromkeys([*ends, *(params.stop_token_ids or ())]))
+        if len(banned) > MAX_BANNED:
+            raise InvalidParameterError(
+                f"stop_token_ids and end tokens must be at most {MAX_BANNED} with min_tokens; got {len(banned)}; "
+                "name fewer, or leave min_tokens out",
+                parameter="stop_token_ids",
+            )
+        return banned
 
     def abort(self, request_id: str) -> bool:
         """Drop a request for good; returns whether it was live. It gets no further output."""
@@ -190,7 +201,8 @@ class Engine:
         """Run one step; returns what each row's request got.
 
         A step that raises on the device fails its rows (finish reason ERROR), requeues the other running requests with
-        their tokens, and starts with empty pools and cache again.
+        their tokens, and starts with empty pools and cache again. One that is interrupted (Ctrl-C) requeues all of them
+        and passes the interrupt on.
         """
         plan = self._scheduler.plan()
         if plan is None:
@@ -205,6 +217,9 @@ class Engine:
         except Exception:  # whatever the device or its compiler says; bugs of ours in the books raise elsewhere
             _LOG.exception("a step failed: its requests end, pools and cache start afresh (%s)", plan)
             return self._fail(plan)
+        except BaseException:  # an interrupt is nobody's fault, and the state it may have caught half-written is lost
+            self._start_afresh(plan, ends_rows=False)
+            raise
         return self._commit(plan, result)
 
     def _commit(self, plan: StepPlan, result: StepResult) -> list[EngineOutput]:
@@ -234,11 +249,8 @@ class Engine:
 
     def _fail(self, plan: StepPlan) -> list[EngineOutput]:
         self._num_failed_steps += 1
-        self._evictions_before += self._scheduler.holdings.checkpoints.num_evicted
-        failed: list[Request] = self._scheduler.fail(plan)
-        self._runner.reset()
         outputs: list[EngineOutput] = []
-        for request in failed:
+        for request in self._start_afresh(plan, ends_rows=True):
             cutter = self._cutters.get(request.request_id)
             if cutter is not None and request.finish is FinishReason.ERROR:
                 outputs.append(
@@ -248,6 +260,13 @@ class Engine:
                 )
             self._forget(request.request_id)
         return outputs
+
+    def _start_afresh(self, plan: StepPlan, *, ends_rows: bool) -> list[Request]:
+        """Give up a step and what it wrote to; returns the requests that end with it."""
+        self._evictions_before += self._scheduler.holdings.checkpoints.num_evicted
+        ended = self._scheduler.fail(plan, ends_rows=ends_rows)
+        self._runner.reset()
+        return ended
 
     def _forget(self, request_id: RequestId) -> None:
         self._cutters.pop(request_id, None)

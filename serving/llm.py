@@ -7,9 +7,10 @@ from tqdm import tqdm
 
 from gdn_jax.serving.collector import Collector
 from gdn_jax.serving.config import EngineConfig
-from gdn_jax.serving.core.errors import InvalidParameterError
+from gdn_jax.serving.core.errors import InvalidParameterError, InvariantError
 from gdn_jax.serving.engine import EngineStats
 from gdn_jax.serving.intake import Intake, Options, one_per_prompt
+from gdn_jax.serving.interrupts import held_interrupts
 from gdn_jax.serving.outputs import RequestOutput
 from gdn_jax.serving.prompts import EncodedPrompt, Prompt, as_prompts
 from gdn_jax.serving.sampling_params import SamplingParams
@@ -159,10 +160,13 @@ class LLM:
 
     def _step(self) -> None:
         """Run one step and hand out what it brought, also to streams that are not being read just now."""
-        for output in self._engine.step():
-            self._live[output.request_id].take(output)
-            if output.output.finish_reason is not None:
-                del self._live[output.request_id]
+        if not self._engine.has_work:  # whoever waits here would wait for ever
+            raise InvariantError(f"the engine has lost the requests {sorted(self._live)}")
+        with held_interrupts():
+            for output in self._engine.step():
+                self._live[output.request_id].take(output)
+                if output.output.finish_reason is not None:
+                    del self._live[output.request_id]
 
     def _close(self) -> None:
         """Run the closing rows of finished requests, whose checkpoints the next turn will want."""
@@ -192,10 +196,11 @@ class LLM:
         taken = [self._intake.take(*asked) for asked in zip(prompts, params, options, strict=True)]
         collectors = [collector for collector, _ in taken]
         try:
-            for collector, requests in taken:
-                for request in requests:
-                    self._engine.add(request)
-                    self._live[request.request_id] = collector
+            with held_interrupts():
+                for collector, requests in taken:
+                    for request in requests:
+                        self._engine.add(request)
+                        self._live[request.request_id] = collector
         except BaseException:
             self._abort(collectors)
             raise
@@ -204,10 +209,13 @@ class LLM:
     def _start(self, prompt: EncodedPrompt, params: SamplingParams | None, cache_salt: str) -> Iterator[RequestOutput]:
         listed = self._params_for(1, params)
         (collector,) = self._submit([prompt], listed, [Options(cache_salt=cache_salt)])
-        return self._stream(collector)
+        stream = self._stream(collector)
+        next(stream)  # now it is inside its `try`, and being dropped before its first item aborts the request too
+        return stream
 
     def _stream(self, collector: Collector) -> Iterator[RequestOutput]:
         try:
+            yield collector.output()  # for `_start`
             num_seen = 0
             while True:
                 if collector.num_taken > num_seen:
@@ -223,6 +231,7 @@ class LLM:
 
     def _abort(self, collectors: Sequence[Collector]) -> None:
         """Drop what is left of these, if anything is."""
-        for name in (name for collector in collectors for name in collector.names):
-            if self._live.pop(name, None) is not None:
-                self._engine.abort(name)
+        with held_interrupts():
+            for name in (name for collector in collectors for name in collector.names):
+                if self._live.pop(name, None) is not None:
+                    self._engine.abort(name)

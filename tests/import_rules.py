@@ -44,6 +44,7 @@ RULES = {
     ),
     "serving.text": _rule("serving.core.errors", "tokenizers jinja2"),
     "serving.config": _rule(),
+    "serving.interrupts": _rule(),
     "serving.metrics": _rule(),
     "serving.sampling_params": _rule("serving.core.errors"),
     "serving.outputs": _rule("serving.core.errors"),
@@ -57,7 +58,7 @@ RULES = {
     "serving.intake": _rule(
         f"{_API} serving.core serving.runner serving.engine serving.collector serving.prompts serving.startup"
     ),
-    "serving.llm": _rule(f"{_STEP} {_API} {_LOOP} serving.intake", "tqdm"),
+    "serving.llm": _rule(f"{_STEP} {_API} {_LOOP} serving.intake serving.interrupts", "tqdm"),
     "serving.async_llm": _rule(f"{_STEP} {_API} {_LOOP} serving.intake serving.async_engine"),
     "serving.http": _rule(f"{_API} serving.async_engine serving.core.errors", "starlette uvicorn msgspec"),
     "serving.__main__": _rule(

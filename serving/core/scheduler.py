@@ -144,8 +144,8 @@ class Scheduler:
             use_cache=use_cache,
             leader=leader,
         )
-        self._requests[request_id] = request
         insort(self._waiting, request, key=lambda waiting: waiting.order)
+        self._requests[request_id] = request
         return request
 
     def _refuse_what_cannot_fit(self, num_prompt: int, max_tokens: int) -> None:
@@ -450,16 +450,20 @@ class Scheduler:
                 self.holdings.publish_slot(request, self.counts)
         self._drop(request)
 
-    def fail(self, plan: StepPlan) -> list[Request]:
+    def fail(self, plan: StepPlan, *, ends_rows: bool = True) -> list[Request]:
         """Give up a step that raised: its rows end, other requests go back to waiting, pools and cache start afresh.
 
         The device state was donated to the step and is lost with it; the caller rebuilds it.
 
+        Args:
+            plan: the plan in flight.
+            ends_rows: False for a step that was only interrupted: its rows go back to waiting too.
+
         Returns:
-            The requests that ended: those of the plan's rows.
+            The requests that ended: those of the plan's rows, if they do.
         """
         self._claim(plan)
-        rows = {row.request_id for row in plan.rows}
+        rows = {row.request_id for row in plan.rows if ends_rows}
         running, self._running = self._running, []
         self.holdings = self._make_holdings()
         ended: list[Request] = []

@@ -11,6 +11,7 @@ from gdn_jax.serving.runner.buckets import fit
 from gdn_jax.serving.runner.sampling import RowSampling, SamplingInputs, pack_rows
 
 _BANNED_SIZES = (4, 16, 64, 256, 1024, 4096)  # padded counts of banned ids, so that steps are compiled for few
+MAX_BANNED = _BANNED_SIZES[-1]
 
 
 class LaneSampling:
