@@ -1,5 +1,7 @@
 """Measure the engine on a CPU with a tiny model: warm against cold, `all` against `none`, memory over requests.
 
+    JAX_PLATFORMS=cpu python -m benchmarks.engine_cpu
+
 Ratios within one run are what counts: absolute times of a shared CPU mean little. Each case checks its answers first
 and reports no number if they are wrong.
 """
@@ -7,13 +9,14 @@ and reports no number if they are wrong.
 import random
 import resource
 import statistics
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
-from results_file import Row, write_results
 
+from benchmarks.results_file import ResultRow, write_results
 from gdn_jax import LLM, SamplingParams
 
 _MODEL = Path(__file__).resolve().parents[1] / "tests" / "golden" / "tiny-hybrid"
@@ -41,6 +44,10 @@ class Arguments:
     requests: int = 2000
 
 
+def _row(case: str, metric: str, value: float, unit: str) -> ResultRow:
+    return ResultRow(case=case, metric=metric, value=value, unit=unit, implementation="ours", error=0.0)
+
+
 def _prompt(seed: int, length: int) -> list[int]:
     draw = random.Random(seed)  # so that no two prompts share a block
     return [draw.randrange(1, 250) for _ in range(length)]
@@ -52,7 +59,7 @@ def _first_token_seconds(llm: LLM, prompt: list[int]) -> tuple[float, int, list[
     return time.perf_counter() - began, output.num_cached_tokens, output.outputs[0].token_ids
 
 
-def warm_against_cold(repeats: int) -> list[Row]:
+def warm_against_cold(repeats: int) -> list[ResultRow]:
     """Time to first token of a 4,000-token prompt seen before, as a share of the same prompt cold."""
     llm = LLM(str(_MODEL), **_SETTINGS)
     _first_token_seconds(llm, _prompt(0, 4000))
@@ -67,10 +74,10 @@ def warm_against_cold(repeats: int) -> list[Row]:
         cold.append(seconds)
         warm.append(again)
     ratio = statistics.median(warm) / statistics.median(cold)
-    return [Row("engine/ttft/4000/warm-over-cold", "ratio", ratio, "1", error=0.0)]
+    return [_row("engine/ttft/4000/warm-over-cold", "ratio", ratio, "1")]
 
 
-def all_against_none(repeats: int) -> list[Row]:
+def all_against_none(repeats: int) -> list[ResultRow]:
     """Cold throughput of mode `all` as a share of mode `none`, the two taking turns."""
     engines = {mode: LLM(str(_MODEL), prefix_cache=mode, **_SETTINGS) for mode in ("none", "all")}
     params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
@@ -88,12 +95,12 @@ def all_against_none(repeats: int) -> list[Row]:
             raise SystemExit("mode all and mode none answer differently")
     medians = {mode: statistics.median(times) for mode, times in seconds.items()}
     return [
-        Row("engine/cold/all-over-none", "ratio", medians["all"] / medians["none"], "1", error=0.0),
-        Row("engine/cold/none", "s", medians["none"], "s", error=0.0),
+        _row("engine/cold/all-over-none", "ratio", medians["all"] / medians["none"], "1"),
+        _row("engine/cold/none", "s", medians["none"], "s"),
     ]
 
 
-def memory_over_requests(count: int) -> list[Row]:
+def memory_over_requests(count: int) -> list[ResultRow]:
     """Growth of the process between the first quarter of the requests and the last."""
     llm = LLM(str(_MODEL), **_SETTINGS)
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -105,7 +112,7 @@ def memory_over_requests(count: int) -> list[Row]:
     if held.blocks_used or held.slots_used:
         raise SystemExit(f"after the last request something is still held: {held}")
     growth = (peaks[-1] - peaks[len(peaks) // 4]) / 1024
-    return [Row(f"engine/memory/{count}-requests", "growth", growth, "MiB", error=0.0)]
+    return [_row(f"engine/memory/{count}-requests", "growth", growth, "MiB")]
 
 
 def main(arguments: Arguments) -> None:
@@ -115,7 +122,9 @@ def main(arguments: Arguments) -> None:
         *all_against_none(arguments.repeats),
         *memory_over_requests(arguments.requests),
     ]
-    write_results(arguments.output, suite="engine-cpu", rows=rows)
+    write_results(arguments.output, "engine-cpu", rows)
+    for row in rows:
+        sys.stdout.write(f"{row.case:40} {row.metric:8} {row.value:.4g} {row.unit}\n")
 
 
 if __name__ == "__main__":
