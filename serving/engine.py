@@ -14,6 +14,7 @@ from gdn_jax.serving.core.plan import RowCut, RowPlan, StepPlan, StepResult
 from gdn_jax.serving.core.request import FinishReason, Request, RequestId
 from gdn_jax.serving.core.scheduler import Scheduler
 from gdn_jax.serving.cut import Cutter, TokenOutput
+from gdn_jax.serving.runner.audit import Auditor, AuditSequence
 from gdn_jax.serving.runner.lanes import MAX_BANNED
 from gdn_jax.serving.runner.runner import RequestSampling, Runner
 from gdn_jax.serving.runner.sampling import RowSampling
@@ -114,7 +115,13 @@ class Engine:
     """Runs requests; see the module docstring."""
 
     def __init__(
-        self, scheduler: Scheduler, runner: Runner, *, tokenizer: Tokenizer | None, end_token_ids: Sequence[int]
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        *,
+        tokenizer: Tokenizer | None,
+        end_token_ids: Sequence[int],
+        auditor: Auditor | None = None,
     ) -> None:
         """Compose an engine.
 
@@ -123,8 +130,10 @@ class Engine:
             runner: the device.
             tokenizer: None when text is neither read nor made.
             end_token_ids: the model's end tokens.
+            auditor: of the runner's pools; checks them after every step, which is slow.
         """
         self._scheduler, self._runner = scheduler, runner
+        self._auditor = auditor
         self._tokenizer, self._end_token_ids = tokenizer, tuple(end_token_ids)
         self._cutters: dict[RequestId, Cutter] = {}
         self._num_output_tokens = self._num_steps = self._num_failed_steps = 0
@@ -197,24 +206,34 @@ class Engine:
         """Whether a step would do anything."""
         return self._scheduler.has_work
 
+    @property
+    def has_closing_rows(self) -> bool:
+        """Whether a request that ended still waits for the row that saves its last state; the next step runs it."""
+        return self._scheduler.num_waiting + self._scheduler.num_running > len(self._cutters)
+
     def step(self) -> list[EngineOutput]:
         """Run one step; returns what each row's request got.
 
         A step that raises on the device fails its rows (finish reason ERROR), requeues the other running requests with
         their tokens, and starts with empty pools and cache again. One that is interrupted (Ctrl-C) requeues all of them
         and passes the interrupt on.
+
+        Raises:
+            InvariantError: a bug of ours; the engine cannot go on.
         """
         plan = self._scheduler.plan()
         if plan is None:
-            if self._scheduler.num_running:
-                raise InvariantError("requests are running, and none of them can go on")
+            if self._scheduler.has_work:
+                raise InvariantError("requests are left, and none of them can go on")
             return []
         if _LOG.isEnabledFor(logging.DEBUG):
             _LOG.debug("%s", plan)
         self._num_steps += 1
         try:
             result = self._runner.run(plan)
-        except Exception:  # whatever the device or its compiler says; bugs of ours in the books raise elsewhere
+        except InvariantError:
+            raise
+        except Exception:  # whatever the device or its compiler says
             _LOG.exception("a step failed: its requests end, pools and cache start afresh (%s)", plan)
             return self._fail(plan)
         except BaseException:  # an interrupt is nobody's fault, and the state it may have caught half-written is lost
@@ -239,9 +258,32 @@ class Engine:
             self._num_output_tokens += cut.num_kept
             cuts.append(cut)
             outputs.append(self._output(row, output))
+        ran = [self._scheduler.get(row.request_id) for row in plan.rows] if self._auditor is not None else []
         for request in self._scheduler.commit(plan, result, cuts):
             self._forget(request.request_id)
+        if self._auditor is not None:
+            self._audit(self._auditor, ran)
         return outputs
+
+    def _audit(self, auditor: Auditor, ran: Sequence[Request]) -> None:
+        """Check every owner's books and every published checkpoint and block.
+
+        Raises:
+            InvariantError: one of them is wrong.
+        """
+        self._scheduler.check()
+        holdings = self._scheduler.holdings
+        auditor.check(
+            [
+                AuditSequence(
+                    tokens=tuple(request.tokens),
+                    names=tuple(request.chain.upto(request.tokens, request.num_known)),
+                )
+                for request in ran
+            ],
+            checkpoints=holdings.checkpoints.names().items(),
+            blocks=holdings.blocks.names().items(),
+        )
 
     def _output(self, row: RowPlan, output: TokenOutput) -> EngineOutput:
         cached = self._scheduler.get(row.request_id).num_cached
@@ -266,6 +308,8 @@ class Engine:
         self._evictions_before += self._scheduler.holdings.checkpoints.num_evicted
         ended = self._scheduler.fail(plan, ends_rows=ends_rows)
         self._runner.reset()
+        if self._auditor is not None:
+            self._auditor.forget()
         return ended
 
     def _forget(self, request_id: RequestId) -> None:

@@ -46,6 +46,7 @@ class LLM:
         self.model_config, self.memory = parts.model_config, parts.memory
         self.max_model_len = parts.memory.max_model_len
         self._live: dict[str, Collector] = {}  # by the id of each completion that is not finished
+        self._stepping = False
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return what `generation_config.json` recommends; used where a call brings no parameters."""
@@ -162,15 +163,20 @@ class LLM:
         """Run one step and hand out what it brought, also to streams that are not being read just now."""
         if not self._engine.has_work:  # whoever waits here would wait for ever
             raise InvariantError(f"the engine has lost the requests {sorted(self._live)}")
-        with held_interrupts():
-            for output in self._engine.step():
-                self._live[output.request_id].take(output)
-                if output.output.finish_reason is not None:
-                    del self._live[output.request_id]
+        self._stepping = True
+        try:
+            with held_interrupts():
+                outputs = self._engine.step()
+                for output in outputs:
+                    self._live[output.request_id].take(output)
+                    if output.output.finish_reason is not None:
+                        del self._live[output.request_id]
+        finally:
+            self._stepping = False
 
     def _close(self) -> None:
-        """Run the closing rows of finished requests, whose checkpoints the next turn will want."""
-        while not self._live and self._engine.has_work:
+        """Run the closing rows of requests that ended, whose checkpoints the next turn will want."""
+        while self._engine.has_closing_rows and not self._stepping:  # a dropped stream may be collected inside a step
             self._step()
 
     def _params_for(
@@ -226,6 +232,10 @@ class LLM:
                 else:
                     self._step()
             self._close()
+        except GeneratorExit:  # the reader left
+            self._abort([collector])
+            self._close()
+            raise
         finally:
             self._abort([collector])
 

@@ -10,7 +10,7 @@ from gdn_jax.serving.core.plan import RowPlan
 from gdn_jax.serving.runner.buckets import fit
 from gdn_jax.serving.runner.sampling import RowSampling, SamplingInputs, pack_rows
 
-_BANNED_SIZES = (4, 16, 64, 256, 1024, 4096)  # padded counts of banned ids, so that steps are compiled for few
+_BANNED_SIZES = (64, 4096)  # padded counts of banned ids: steps are compiled ahead for the first, hardly any need more
 MAX_BANNED = _BANNED_SIZES[-1]
 
 
