@@ -63,7 +63,8 @@ class LanguageModel(nnx.Module):
         while padded < len(ids):
             padded *= 4
         graph, params = nnx.split(self)
-        batch = single_prompt(jnp.pad(jnp.asarray(ids), (0, padded - len(ids))), len(ids))
+        # Padded on the host: there it costs no compilation for each new length.
+        batch = single_prompt(jnp.asarray(np.pad(ids, (0, padded - len(ids)))), len(ids))
         return _prompt_logits(graph, params, batch)[: len(ids)]
 
 
@@ -108,7 +109,12 @@ def check_token_ids(token_ids: Sequence[int] | np.ndarray, vocab_size: int) -> n
     Raises:
         TokensError: there are none, they are not integers, or one is outside 0..vocab_size - 1.
     """
-    ids = np.asarray(token_ids)
+    try:
+        ids = np.asarray(token_ids)
+    except ValueError as error:  # rows of different lengths
+        raise TokensError(
+            f"token ids must be one non-empty sequence; got {len(token_ids)} of different lengths; pass one at a time"
+        ) from error
     if ids.ndim != 1 or ids.size == 0:
         raise TokensError(f"token ids must be one non-empty sequence; got shape {ids.shape}; pass at least one id")
     if ids.dtype.kind not in "iu":
