@@ -162,6 +162,20 @@ def test_a_checkpoint_cut_off_by_the_blocks_taken_leaves_the_slot_that_is_needed
     assert store.names().keys() == {chain.name(OTHER, 8)}
 
 
+def test_a_hit_refreshes_its_own_checkpoint_and_no_other() -> None:
+    rig = make_rig()
+    rig.serve("first", PROMPT, max_tokens=7)  # leaves states at 8, 12 and 16, of which 12 is superseded
+    rig.serve("other", OTHER, max_tokens=1)
+    store, text = rig.scheduler.holdings.checkpoints, rig.text("first")
+    name = {boundary: rig.ended["first"].chain.name(text, boundary) for boundary in (8, 12, 16)}
+    other = rig.ended["other"].chain.name(OTHER, 8)
+    assert list(store._placed) == [name[8], name[16], other]
+    assert rig.serve("next", text, max_tokens=1).num_cached == 16
+    assert list(store._placed) == [name[8], other, name[16]]
+    assert rig.serve("again", PROMPT, max_tokens=1).num_cached == 8
+    assert list(store._placed) == [other, name[16], name[8]]
+
+
 def test_a_request_that_does_not_use_the_cache_is_not_looked_up_but_shares_what_it_computes() -> None:
     rig = make_rig()
     rig.serve("first", PROMPT, max_tokens=1)
