@@ -82,13 +82,24 @@ def test_preempted_requests_go_on_as_if_nothing_had_happened(oracle: Oracle, mod
 
 def test_one_slot_serves_everybody_in_turn_and_hands_over_nothing(oracle: Oracle, caplog: Any) -> None:
     """A request whose hit is in the only slot takes that checkpoint over; an unrelated one starts from nothing."""
-    llm = make_llm(num_state_slots=1, state_interval=64)
+    llm = make_llm(num_state_slots=1)
     assert "max_num_seqs is 1 instead of 4" in caplog.text
-    first, second = oracle.lively(130, 12), oracle.lively(70, 12)
-    for prompt, hit in ((first, 0), (first, 128), (second, 0), (first, 0), (second, 0), (second, 64)):
+    first, second = oracle.lively(118, 12), oracle.lively(70, 12)  # the first one's turn ends one token past a boundary
+    (answer,) = tokens_of(ask(llm, [first], greedy(12)))
+    turn = [*first, *answer, *random_ids(1, 9)]
+    for prompt, hit in (
+        (turn, 128),
+        (turn, 0),
+        (second, 0),
+        (first, 0),
+        (second, 0),
+        (turn, 0),
+        (first, 0),
+        (turn, 128),
+    ):
         outputs = ask(llm, [prompt], greedy(12))
-        assert_right(outputs, oracle)
         assert cached(outputs) == [hit]
+        assert_right(outputs, oracle)
 
 
 @pytest.mark.parametrize("generated", [30, 65])

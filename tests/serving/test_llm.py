@@ -123,7 +123,7 @@ def test_a_chat_is_rendered_and_its_next_turn_hits_what_both_turns_share(llm):
         ([1, -1], InvalidPromptError, "0..319"),
         ([1, 320], InvalidPromptError, "320"),
         ([1, True], InvalidPromptError, "integers"),
-        ([1, 2.5], InvalidPromptError, "2.5"),
+        ({"prompt_token_ids": [1, 2.5]}, InvalidPromptError, "2.5"),
         ({"prompt": "a", "prompt_token_ids": [1]}, InvalidPromptError, "exactly one"),
         ("\ud800", InvalidPromptError, None),
         ([3] * 512, PromptTooLongError, "512"),
