@@ -35,7 +35,7 @@ def test_one_prompt_and_a_list_of_prompts_come_back_in_order(llm):
 
 def test_text_ids_and_dicts_of_either_are_the_same_prompt(llm):
     ids = llm.get_tokenizer().encode("hello")
-    forms = ["hello", ids, np.asarray(ids), {"prompt": "hello"}, {"prompt_token_ids": ids}]
+    forms = ["hello", ids, {"prompt": "hello"}, {"prompt_token_ids": ids}, {"prompt_token_ids": np.asarray(ids)}]
     outputs = [llm.generate(form, greedy(), use_tqdm=False)[0] for form in forms]
     assert [o.prompt_token_ids for o in outputs] == [ids] * len(forms)
     assert len({tuple(o.outputs[0].token_ids) for o in outputs}) == 1
