@@ -29,6 +29,11 @@ def oracle() -> Oracle:
     return tiny_oracle()
 
 
+def floor(count: int) -> int:
+    """The last boundary at or before a token count."""
+    return count // 64 * 64
+
+
 # Law 1: the same tokens, however they are computed.
 
 
