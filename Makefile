@@ -46,7 +46,7 @@ test-gpu:  ## kernel and model tests, those marked gpu too, on an NVIDIA GPU
 
 bench: setup  ## run the benchmarks that need no GPU
 	@test -n "$(BENCHMARKS)" || { echo "no benchmark for the CPU under benchmarks/" >&2; exit 1; }
-	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(PYTHON_IN_VENV) "$$script"; done
+	@set -e; for module in $(subst /,.,$(basename $(BENCHMARKS))); do echo "== $$module"; $(PYTHON_IN_VENV) -m "$$module"; done
 
 clean:  ## remove the environments and everything built
 	rm -rf .venv .venv-newest .venv-gpu build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

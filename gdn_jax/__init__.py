@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from gdn_jax.model import LanguageModel, load_model
+    from gdn_jax.serving.async_llm import AsyncLLM
     from gdn_jax.serving.llm import LLM
     from gdn_jax.serving.outputs import CompletionOutput, RequestOutput
     from gdn_jax.serving.sampling_params import SamplingParams
@@ -17,6 +18,7 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "LLM": "gdn_jax.serving.llm",
+    "AsyncLLM": "gdn_jax.serving.async_llm",
     "CompletionOutput": "gdn_jax.serving.outputs",
     "LanguageModel": "gdn_jax.model",
     "RequestOutput": "gdn_jax.serving.outputs",
@@ -24,7 +26,16 @@ _LAZY = {
     "load_model": "gdn_jax.model",
 }
 
-__all__ = ["LLM", "CompletionOutput", "LanguageModel", "RequestOutput", "SamplingParams", "__version__", "load_model"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "LanguageModel",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+    "load_model",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -103,7 +103,7 @@ class TensorFiles:
         self._open: dict[Path, int] = {}
         unused = {path.name for path in folder.glob("*.safetensors")} - {t.file.name for t in self.tensors.values()}
         if unused:
-            _LOG.warning(
+            _LOG.info(
                 "%s: not read, since neither %s nor the index names them: %s",
                 folder,
                 SINGLE_NAME,

@@ -42,11 +42,12 @@ class Collector:
         self._params, self._tokenizer = params, tokenizer
         self._completions = {name: _Completion() for name in names}
         self._num_cached = 0
-        self._told = False
+        self.num_taken = 0  # outputs taken so far: tells a reader whether there is something new
 
     def take(self, output: EngineOutput) -> None:
         """Add what a step gave one completion."""
         completion, step = self._completions[output.request_id], output.output
+        self.num_taken += 1
         completion.token_ids += step.token_ids
         completion.text.append(step.text)
         completion.finish, completion.stop_reason = step.finish_reason, step.stop_reason
@@ -67,11 +68,6 @@ class Collector:
     def finished(self) -> bool:
         """Whether every completion has ended."""
         return all(completion.finish is not None for completion in self._completions.values())
-
-    def just_finished(self) -> bool:
-        """Return True once, when every completion has ended."""
-        told, self._told = self._told, self.finished
-        return self._told and not told
 
     def output(self) -> RequestOutput:
         """Return what there is so far."""

@@ -82,7 +82,10 @@ class EngineConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
                 raise ValueError(f"{name} must be an integer of at least {low}; got {value!r}")
-        if self.warm_up not in (True, False, "auto"):
+        for name in ("deterministic", "audit"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False; got {getattr(self, name)!r}")
+        if not isinstance(self.warm_up, bool) and self.warm_up != "auto":
             raise ValueError(f"warm_up must be True, False or 'auto'; got {self.warm_up!r}")
         for name in ("gpu_memory_utilization", "state_memory_share"):
             self._check_number(name, 1.0)
@@ -118,7 +121,7 @@ class EngineConfig:
 
     @classmethod
     def from_arguments(cls, model: str, arguments: Mapping[str, object]) -> "EngineConfig":
-        """Make a config from keyword arguments, vLLM's names included.
+        """Make a config from keyword arguments, vLLM's names included; None stands for the default of any of them.
 
         Raises:
             ValueError: a value is out of range, or a vLLM setting asks for what this engine does not do.
@@ -128,9 +131,9 @@ class EngineConfig:
         settings: dict[str, object] = {}
         for name, value in arguments.items():
             if name in known:
-                settings[name] = value
+                settings |= {} if value is None else {name: value}
             elif name in _FROM_VLLM:
-                settings |= _FROM_VLLM[name](value)
+                settings |= {} if value is None else _FROM_VLLM[name](value)
             else:
                 near = get_close_matches(name, [*known, *_FROM_VLLM], 1)
                 hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(sorted(known))}"
@@ -158,48 +161,51 @@ _INTEGERS: dict[str, int] = {
 
 
 def _only(name: str, remedy: str, *accepted: object) -> Callable[[object], dict[str, object]]:
-    """Accept a setting at values that ask for nothing this engine lacks."""
+    """Accept a setting at values that ask for nothing this engine lacks; None always does."""
 
     def convert(value: object) -> dict[str, object]:
         if value not in accepted:
-            raise ValueError(f"{name} must be {' or '.join(map(repr, accepted))}; got {value!r}: {remedy}")
+            raise ValueError(f"{name} must be {' or '.join(map(repr, [*accepted, None]))}; got {value!r}: {remedy}")
         return {}
 
     return convert
 
 
 def _renamed(name: str) -> Callable[[object], dict[str, object]]:
-    return lambda value: {} if value is None else {name: value}
+    return lambda value: {name: value}
 
 
-def _prefix_caching(value: object) -> dict[str, object]:
-    if value is None:
-        return {}
-    if not isinstance(value, bool):
-        raise ValueError(f"enable_prefix_caching must be True, False or None; got {value!r}")
-    return {} if value else {"prefix_cache": "none"}
+def _switch(name: str, at: object, setting: dict[str, object]) -> Callable[[object], dict[str, object]]:
+    """Accept True and False; one of them, `at`, stands for a setting of ours, the other for the default."""
+
+    def convert(value: object) -> dict[str, object]:
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} must be True, False or None; got {value!r}")
+        return setting if value is at else {}
+
+    return convert
 
 
 # vLLM's names: either another name of ours, or a setting at the only values that mean what this engine does.
 _FROM_VLLM: dict[str, Callable[[object], dict[str, object]]] = {
-    "enable_prefix_caching": _prefix_caching,
+    "enable_prefix_caching": _switch("enable_prefix_caching", False, {"prefix_cache": "none"}),
     "mamba_cache_mode": _renamed("prefix_cache"),
     "mamba_block_size": _renamed("state_interval"),
     "mamba_ssm_cache_dtype": _renamed("state_dtype"),
     "num_gpu_blocks_override": _renamed("num_blocks"),
-    "enforce_eager": lambda value: {"warm_up": not value},
+    "enforce_eager": _switch("enforce_eager", True, {"warm_up": False}),
     "tensor_parallel_size": _only("tensor_parallel_size", "one device runs the model", 1),
     "pipeline_parallel_size": _only("pipeline_parallel_size", "one device runs the model", 1),
     "data_parallel_size": _only("data_parallel_size", "start one engine per replica", 1),
-    "enable_chunked_prefill": _only("enable_chunked_prefill", "prefill is always chunked", True, None),
-    "speculative_config": _only("speculative_config", "speculation is not there yet", None),
-    "quantization": _only("quantization", "it is read from the model's config", None, "fp8"),
+    "enable_chunked_prefill": _only("enable_chunked_prefill", "prefill is always chunked", True),
+    "speculative_config": _only("speculative_config", "speculation is not there yet"),
+    "quantization": _only("quantization", "it is read from the model's config", "fp8"),
     "kv_cache_dtype": _only("kv_cache_dtype", "KV pages have the model's dtype", "auto"),
     "tokenizer_mode": _only("tokenizer_mode", "tokenizer.json is always used", "auto"),
     "trust_remote_code": _only("trust_remote_code", "no code of a checkpoint ever runs", True, False),
     "disable_log_stats": _only("disable_log_stats", "statistics are read with LLM.stats()", True, False),
     "cpu_offload_gb": _only("cpu_offload_gb", "weights stay on the device", 0),
-    "swap_space": _only("swap_space", "preempted requests are recomputed, not swapped", 0, 4, None),
-    "revision": _only("revision", "models are local folders", None),
-    "download_dir": _only("download_dir", "models are local folders", None),
+    "swap_space": _only("swap_space", "preempted requests are recomputed, not swapped", 0, 4),
+    "revision": _only("revision", "models are local folders"),
+    "download_dir": _only("download_dir", "models are local folders"),
 }

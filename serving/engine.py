@@ -9,17 +9,46 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gdn_jax.serving.core.errors import InvariantError
+from gdn_jax.serving.core.errors import InvalidParameterError, InvariantError
 from gdn_jax.serving.core.plan import RowCut, RowPlan, StepPlan, StepResult
 from gdn_jax.serving.core.request import FinishReason, Request, RequestId
 from gdn_jax.serving.core.scheduler import Scheduler
 from gdn_jax.serving.cut import Cutter, TokenOutput
+from gdn_jax.serving.runner.audit import Auditor, AuditSequence
+from gdn_jax.serving.runner.lanes import MAX_BANNED
 from gdn_jax.serving.runner.runner import RequestSampling, Runner
 from gdn_jax.serving.runner.sampling import RowSampling
 from gdn_jax.serving.sampling_params import SamplingParams
 from gdn_jax.serving.text.tokenizer import Tokenizer
 
 _LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineRequest:
+    """One completion of one prompt, checked by whoever made it.
+
+    Attributes:
+        request_id: not in use.
+        prompt: token ids.
+        params: how it samples and ends; `n` is the maker's business.
+        seed: of its noise.
+        max_tokens: most tokens it may emit.
+        priority: lower goes first.
+        turn_borders: token counts up to which the next turn may share this prompt.
+        cache_salt: shares cached prefixes only with requests of the same salt.
+        leader: id of a request with the same prompt whose checkpoint it waits for.
+    """
+
+    request_id: str
+    prompt: Sequence[int]
+    params: SamplingParams
+    seed: int
+    max_tokens: int
+    priority: int = 0
+    turn_borders: tuple[int, ...] = ()
+    cache_salt: str = ""
+    leader: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +115,13 @@ class Engine:
     """Runs requests; see the module docstring."""
 
     def __init__(
-        self, scheduler: Scheduler, runner: Runner, *, tokenizer: Tokenizer | None, end_token_ids: Sequence[int]
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        *,
+        tokenizer: Tokenizer | None,
+        end_token_ids: Sequence[int],
+        auditor: Auditor | None = None,
     ) -> None:
         """Compose an engine.
 
@@ -95,66 +130,49 @@ class Engine:
             runner: the device.
             tokenizer: None when text is neither read nor made.
             end_token_ids: the model's end tokens.
+            auditor: of the runner's pools; checks them after every step, which is slow.
         """
         self._scheduler, self._runner = scheduler, runner
+        self._auditor = auditor
         self._tokenizer, self._end_token_ids = tokenizer, tuple(end_token_ids)
         self._cutters: dict[RequestId, Cutter] = {}
         self._num_output_tokens = self._num_steps = self._num_failed_steps = 0
         self._evictions_before = 0
 
-    def add(
-        self,
-        request_id: str,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        *,
-        seed: int,
-        max_tokens: int,
-        priority: int = 0,
-        turn_borders: tuple[int, ...] = (),
-        cache_salt: str = "",
-        leader: str | None = None,
-    ) -> None:
+    def add(self, asked: EngineRequest) -> None:
         """Queue one completion of one prompt.
-
-        Args:
-            request_id: not in use.
-            prompt: token ids, checked by the caller.
-            params: how it samples and ends; `n` is the caller's business.
-            seed: of its noise.
-            max_tokens: most tokens it may emit.
-            priority: lower goes first.
-            turn_borders: token counts up to which the next turn may share this prompt.
-            cache_salt: shares cached prefixes only with requests of the same salt.
-            leader: id of a request with the same prompt whose checkpoint it waits for.
 
         Raises:
             RequestError: the id is in use, or it could never run to its end here.
         """
+        params, prompt = asked.params, asked.prompt
+        sampling = self._sampling(asked)
         request = self._scheduler.add(
-            RequestId(request_id),
+            RequestId(asked.request_id),
             prompt,
-            max_tokens=max_tokens,
-            seed=seed,
-            priority=priority,
-            turn_borders=turn_borders,
-            cache_salt=cache_salt.encode(),
-            leader=None if leader is None else RequestId(leader),
+            max_tokens=asked.max_tokens,
+            seed=asked.seed,
+            priority=asked.priority,
+            turn_borders=asked.turn_borders,
+            cache_salt=asked.cache_salt.encode(),
+            leader=None if asked.leader is None else RequestId(asked.leader),
         )
         self._cutters[request.request_id] = Cutter(
-            params, prompt, max_tokens, tokenizer=self._tokenizer, end_token_ids=self._end_token_ids
+            params, prompt, asked.max_tokens, tokenizer=self._tokenizer, end_token_ids=self._end_token_ids
         )
-        self._runner.add(request.request_id, self._sampling(params, seed, len(prompt)))
+        self._runner.add(request.request_id, sampling)
 
-    def _sampling(self, params: SamplingParams, seed: int, num_prompt: int) -> RequestSampling:
+    def _sampling(self, asked: EngineRequest) -> RequestSampling:
+        """Return how a request samples, in numbers that fit the device's."""
+        params = asked.params
         row = RowSampling(
             temperature=0.0 if params.greedy else params.temperature,
             top_k=params.top_k,
             top_p=params.top_p,
             min_p=params.min_p,
-            seed=seed,
+            seed=asked.seed,
             banned=self._banned_ids(params),
-            banned_until=num_prompt + params.min_tokens,
+            banned_until=len(asked.prompt) + min(params.min_tokens, asked.max_tokens),
         )
         return RequestSampling(row=row, num_logprobs=params.logprobs)
 
@@ -163,7 +181,14 @@ class Engine:
         if params.min_tokens == 0:
             return ()
         ends = () if params.ignore_eos else self._end_token_ids
-        return tuple(dict.fromkeys([*ends, *(params.stop_token_ids or ())]))
+        banned = tuple(dict.fromkeys([*ends, *(params.stop_token_ids or ())]))
+        if len(banned) > MAX_BANNED:
+            raise InvalidParameterError(
+                f"stop_token_ids and end tokens must be at most {MAX_BANNED} with min_tokens; got {len(banned)}; "
+                "name fewer, or leave min_tokens out",
+                parameter="stop_token_ids",
+            )
+        return banned
 
     def abort(self, request_id: str) -> bool:
         """Drop a request for good; returns whether it was live. It gets no further output."""
@@ -181,25 +206,39 @@ class Engine:
         """Whether a step would do anything."""
         return self._scheduler.has_work
 
+    @property
+    def has_closing_rows(self) -> bool:
+        """Whether a request that ended still waits for the row that saves its last state; the next step runs it."""
+        return self._scheduler.num_waiting + self._scheduler.num_running > len(self._cutters)
+
     def step(self) -> list[EngineOutput]:
         """Run one step; returns what each row's request got.
 
         A step that raises on the device fails its rows (finish reason ERROR), requeues the other running requests with
-        their tokens, and starts with empty pools and cache again.
+        their tokens, and starts with empty pools and cache again. One that is interrupted (Ctrl-C) requeues all of them
+        and passes the interrupt on.
+
+        Raises:
+            InvariantError: a bug of ours; the engine cannot go on.
         """
         plan = self._scheduler.plan()
         if plan is None:
-            if self._scheduler.num_running:
-                raise InvariantError("requests are running, and none of them can go on")
+            if self._scheduler.has_work:
+                raise InvariantError("requests are left, and none of them can go on")
             return []
         if _LOG.isEnabledFor(logging.DEBUG):
             _LOG.debug("%s", plan)
         self._num_steps += 1
         try:
             result = self._runner.run(plan)
-        except Exception:  # whatever the device or its compiler says; bugs of ours in the books raise elsewhere
+        except InvariantError:
+            raise
+        except Exception:  # whatever the device or its compiler says
             _LOG.exception("a step failed: its requests end, pools and cache start afresh (%s)", plan)
             return self._fail(plan)
+        except BaseException:  # an interrupt is nobody's fault, and the state it may have caught half-written is lost
+            self._start_afresh(plan, ends_rows=False)
+            raise
         return self._commit(plan, result)
 
     def _commit(self, plan: StepPlan, result: StepResult) -> list[EngineOutput]:
@@ -219,9 +258,32 @@ class Engine:
             self._num_output_tokens += cut.num_kept
             cuts.append(cut)
             outputs.append(self._output(row, output))
+        ran = [self._scheduler.get(row.request_id) for row in plan.rows] if self._auditor is not None else []
         for request in self._scheduler.commit(plan, result, cuts):
             self._forget(request.request_id)
+        if self._auditor is not None:
+            self._audit(self._auditor, ran)
         return outputs
+
+    def _audit(self, auditor: Auditor, ran: Sequence[Request]) -> None:
+        """Check every owner's books and every published checkpoint and block.
+
+        Raises:
+            InvariantError: one of them is wrong.
+        """
+        self._scheduler.check()
+        holdings = self._scheduler.holdings
+        auditor.check(
+            [
+                AuditSequence(
+                    tokens=tuple(request.tokens),
+                    names=tuple(request.chain.upto(request.tokens, request.num_known)),
+                )
+                for request in ran
+            ],
+            checkpoints=holdings.checkpoints.names().items(),
+            blocks=holdings.blocks.names().items(),
+        )
 
     def _output(self, row: RowPlan, output: TokenOutput) -> EngineOutput:
         cached = self._scheduler.get(row.request_id).num_cached
@@ -229,11 +291,8 @@ class Engine:
 
     def _fail(self, plan: StepPlan) -> list[EngineOutput]:
         self._num_failed_steps += 1
-        self._evictions_before += self._scheduler.holdings.checkpoints.num_evicted
-        failed: list[Request] = self._scheduler.fail(plan)
-        self._runner.reset()
         outputs: list[EngineOutput] = []
-        for request in failed:
+        for request in self._start_afresh(plan, ends_rows=True):
             cutter = self._cutters.get(request.request_id)
             if cutter is not None and request.finish is FinishReason.ERROR:
                 outputs.append(
@@ -243,6 +302,15 @@ class Engine:
                 )
             self._forget(request.request_id)
         return outputs
+
+    def _start_afresh(self, plan: StepPlan, *, ends_rows: bool) -> list[Request]:
+        """Give up a step and what it wrote to; returns the requests that end with it."""
+        self._evictions_before += self._scheduler.holdings.checkpoints.num_evicted
+        ended = self._scheduler.fail(plan, ends_rows=ends_rows)
+        self._runner.reset()
+        if self._auditor is not None:
+            self._auditor.forget()
+        return ended
 
     def _forget(self, request_id: RequestId) -> None:
         self._cutters.pop(request_id, None)

@@ -37,7 +37,7 @@ def describe_model(model: str, *, memory_gib: float, dtype: str) -> dict[str, st
     main, mtp = parameter_count(config)
     kv, mtp_kv = kv_bytes_per_token(config, name), mtp_kv_bytes_per_token(config, name)
     state = state_bytes_per_slot(config, config.state_dtype, name)
-    length = config.max_position_embeddings
+    length = config.context_length
     quantized = "" if config.quantization is None else ", FP8 weights"
     return {
         "model": f"{config.model_type}, {config.num_gdn_layers} GDN + {config.num_attention_layers} attention layers",

@@ -7,11 +7,12 @@ from tqdm import tqdm
 
 from gdn_jax.serving.collector import Collector
 from gdn_jax.serving.config import EngineConfig
-from gdn_jax.serving.core.errors import InvalidParameterError, PromptTooLongError
+from gdn_jax.serving.core.errors import InvalidParameterError, InvariantError
 from gdn_jax.serving.engine import EngineStats
+from gdn_jax.serving.intake import Intake, Options, one_per_prompt
+from gdn_jax.serving.interrupts import held_interrupts
 from gdn_jax.serving.outputs import RequestOutput
-from gdn_jax.serving.prompts import EncodedPrompt, Prompt, PromptReader, as_prompts
-from gdn_jax.serving.runner.sampling import derive_seed, sibling_seed
+from gdn_jax.serving.prompts import EncodedPrompt, Prompt, as_prompts
 from gdn_jax.serving.sampling_params import SamplingParams
 from gdn_jax.serving.startup import build_engine
 from gdn_jax.serving.text.tokenizer import Tokenizer
@@ -40,17 +41,16 @@ class LLM:
         show = bool(settings.pop("use_tqdm", True))
         self.config = EngineConfig.from_arguments(model, settings)
         parts = build_engine(self.config, show_progress=show)
-        self._engine, self._tokenizer, self._defaults = parts.engine, parts.tokenizer, parts.defaults
-        self._reader = PromptReader(parts.tokenizer, parts.chat_template, parts.model_config.vocab_size)
-        self.model_config = parts.model_config
+        self._engine, self._tokenizer = parts.engine, parts.tokenizer
+        self._intake = Intake(parts, seed=self.config.seed)
+        self.model_config, self.memory = parts.model_config, parts.memory
         self.max_model_len = parts.memory.max_model_len
-        self._num_requests = 0
-        self._num_seedless = 0
+        self._live: dict[str, Collector] = {}  # by the id of each completion that is not finished
+        self._stepping = False
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return what `generation_config.json` recommends; used where a call brings no parameters."""
-        found = self._defaults
-        return SamplingParams(temperature=found.temperature, top_p=found.top_p, top_k=found.top_k, min_p=found.min_p)
+        return self._intake.default_params()
 
     def get_tokenizer(self) -> Tokenizer:
         """Return the tokenizer: `encode(text)`, `decode(ids)`."""
@@ -77,7 +77,7 @@ class LLM:
         Raises:
             RequestError: a prompt or parameter cannot be served; nothing of the call is run then.
         """
-        encoded = [self._reader.read(prompt) for prompt in as_prompts(prompts)]
+        encoded = [self._intake.reader.read(prompt) for prompt in as_prompts(prompts)]
         return self._run(encoded, sampling_params, priority, cache_salt, use_tqdm=use_tqdm)
 
     def chat(
@@ -105,7 +105,7 @@ class LLM:
         listed = list(messages)
         several = bool(listed) and not isinstance(listed[0], Mapping)
         conversations = cast("list[object]", listed if several else [listed])
-        encoded = [self._reader.render(conversation, **template) for conversation in conversations]
+        encoded = [self._intake.reader.render(conversation, **template) for conversation in conversations]
         return self._run(encoded, sampling_params, None, cache_salt, use_tqdm=use_tqdm)
 
     def stream(
@@ -115,9 +115,7 @@ class LLM:
 
         The request starts with the call, not with the first item. Leaving the iteration early aborts it.
         """
-        params = self._params_for(1, sampling_params)
-        (collector,) = self._submit([self._reader.read(prompt)], params, [0], cache_salt)
-        return self._stream(collector)
+        return self._start(self._intake.reader.read(prompt), sampling_params, cache_salt)
 
     def stream_chat(
         self,
@@ -128,9 +126,7 @@ class LLM:
         **template: object,
     ) -> Iterator[RequestOutput]:
         """Answer one conversation as `stream` completes a prompt; `template` as for `chat`."""
-        params = self._params_for(1, sampling_params)
-        (collector,) = self._submit([self._reader.render(list(messages), **template)], params, [0], cache_salt)
-        return self._stream(collector)
+        return self._start(self._intake.reader.render(list(messages), **template), sampling_params, cache_salt)
 
     def stats(self) -> EngineStats:
         """Return counts since start and gauges now."""
@@ -149,24 +145,39 @@ class LLM:
         *,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
-        if priority is not None and len(priority) != len(prompts):
-            raise InvalidParameterError(
-                f"priority must have one entry per prompt ({len(prompts)}); got {len(priority)}", parameter="priority"
-            )
-        params = self._params_for(len(prompts), sampling_params)
-        collectors = self._submit(prompts, params, priority or [0] * len(prompts), cache_salt)
-        by_name = {name: collector for collector in collectors for name in collector.names}
+        listed = self._params_for(len(prompts), sampling_params)
+        priorities = [0] * len(prompts) if priority is None else one_per_prompt("priority", priority, len(prompts))
+        options = [Options(priority=one, cache_salt=cache_salt) for one in priorities]
+        collectors = self._submit(prompts, listed, options)
         with tqdm(total=len(collectors), desc="prompts", disable=not use_tqdm, leave=False) as bar:
             try:
-                while self._engine.has_work:
-                    for output in self._engine.step():
-                        if (collector := by_name.get(output.request_id)) is not None:
-                            collector.take(output)
-                            bar.update(collector.just_finished())
-            except BaseException:
-                self._abort(by_name)
-                raise
+                while (num_finished := sum(collector.finished for collector in collectors)) < len(collectors):
+                    bar.update(num_finished - bar.n)
+                    self._step()
+                self._close()
+            finally:
+                self._abort(collectors)
         return [collector.output() for collector in collectors]
+
+    def _step(self) -> None:
+        """Run one step and hand out what it brought, also to streams that are not being read just now."""
+        if not self._engine.has_work:  # whoever waits here would wait for ever
+            raise InvariantError(f"the engine has lost the requests {sorted(self._live)}")
+        self._stepping = True
+        try:
+            with held_interrupts():
+                outputs = self._engine.step()
+                for output in outputs:
+                    self._live[output.request_id].take(output)
+                    if output.output.finish_reason is not None:
+                        del self._live[output.request_id]
+        finally:
+            self._stepping = False
+
+    def _close(self) -> None:
+        """Run the closing rows of requests that ended, whose checkpoints the next turn will want."""
+        while self._engine.has_closing_rows and not self._stepping:  # a dropped stream may be collected inside a step
+            self._step()
 
     def _params_for(
         self, num_prompts: int, params: SamplingParams | Sequence[SamplingParams] | None
@@ -182,74 +193,55 @@ class LLM:
                 f"sampling_params must be SamplingParams, a list of them, or None; got {type(params).__name__}",
                 parameter="sampling_params",
             )
-        if len(params) != num_prompts:
-            raise InvalidParameterError(
-                f"sampling_params must have one entry per prompt ({num_prompts}); got {len(params)}",
-                parameter="sampling_params",
-            )
-        return list(params)
+        return one_per_prompt("sampling_params", params, num_prompts)
 
     def _submit(
-        self,
-        prompts: Sequence[EncodedPrompt],
-        params: Sequence[SamplingParams],
-        priorities: Sequence[int],
-        cache_salt: str,
+        self, prompts: Sequence[EncodedPrompt], params: Sequence[SamplingParams], options: Sequence[Options]
     ) -> list[Collector]:
         """Queue all prompts, or none of them."""
-        collectors: list[Collector] = []
+        taken = [self._intake.take(*asked) for asked in zip(prompts, params, options, strict=True)]
+        collectors = [collector for collector, _ in taken]
         try:
-            for prompt, one, priority in zip(prompts, params, priorities, strict=True):
-                name, self._num_requests = str(self._num_requests), self._num_requests + 1
-                names = [name if index == 0 else f"{name}-{index}" for index in range(one.n)]
-                collectors.append(Collector(names, prompt, one, self._tokenizer))
-                seed, max_tokens = self._seed(one), self._max_tokens(one, len(prompt.token_ids))
-                for index, completion in enumerate(names):
-                    self._engine.add(
-                        completion,
-                        prompt.token_ids,
-                        one,
-                        seed=sibling_seed(seed, index),
-                        max_tokens=max_tokens,
-                        priority=priority,
-                        turn_borders=prompt.turn_borders,
-                        cache_salt=cache_salt,
-                        leader=name if index else None,
-                    )
+            with held_interrupts():
+                for collector, requests in taken:
+                    for request in requests:
+                        self._engine.add(request)
+                        self._live[request.request_id] = collector
         except BaseException:
-            self._abort(name for collector in collectors for name in collector.names)
+            self._abort(collectors)
             raise
         return collectors
 
-    def _seed(self, params: SamplingParams) -> int:
-        if params.seed is not None:
-            return params.seed
-        self._num_seedless += 1
-        return derive_seed(self.config.seed, self._num_seedless - 1)
-
-    def _max_tokens(self, params: SamplingParams, num_prompt: int) -> int:
-        room = self.max_model_len - num_prompt
-        if room < 1:
-            raise PromptTooLongError(
-                f"a prompt must be shorter than max_model_len ({self.max_model_len}); got {num_prompt} tokens; shorten "
-                "it, or raise max_model_len",
-                parameter="prompt",
-            )
-        return room if params.max_tokens is None else params.max_tokens
+    def _start(self, prompt: EncodedPrompt, params: SamplingParams | None, cache_salt: str) -> Iterator[RequestOutput]:
+        listed = self._params_for(1, params)
+        (collector,) = self._submit([prompt], listed, [Options(cache_salt=cache_salt)])
+        stream = self._stream(collector)
+        next(stream)  # now it is inside its `try`, and being dropped before its first item aborts the request too
+        return stream
 
     def _stream(self, collector: Collector) -> Iterator[RequestOutput]:
         try:
-            while not collector.finished:
-                outputs = [output for output in self._engine.step() if output.request_id in collector.names]
-                for output in outputs:
-                    collector.take(output)
-                if outputs:
+            yield collector.output()  # for `_start`
+            num_seen = 0
+            while True:
+                if collector.num_taken > num_seen:
+                    num_seen = collector.num_taken
                     yield collector.output()
-            while self._engine.has_work:  # the closing row, whose checkpoint the next turn will want
-                self._engine.step()
+                elif collector.finished:
+                    break
+                else:
+                    self._step()
+            self._close()
+        except GeneratorExit:  # the reader left
+            self._abort([collector])
+            self._close()
+            raise
         finally:
-            self._abort(collector.names)
+            self._abort([collector])
 
-    def _abort(self, names: "Sequence[str] | Mapping[str, object] | Iterator[str]") -> None:
-        for name in names:
-            self._engine.abort(name)
+    def _abort(self, collectors: Sequence[Collector]) -> None:
+        """Drop what is left of these, if anything is."""
+        with held_interrupts():
+            for name in (name for collector in collectors for name in collector.names):
+                if self._live.pop(name, None) is not None:
+                    self._engine.abort(name)

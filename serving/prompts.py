@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from operator import index
+from typing import SupportsIndex, cast
 
 from gdn_jax.serving.core.errors import InvalidParameterError, InvalidPromptError, UnsupportedParameterError
 from gdn_jax.serving.text.chat_template import ChatTemplate
@@ -36,15 +37,22 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    if isinstance(prompts, bytes) or not hasattr(prompts, "__iter__"):
+    if not _is_series(prompts):
         raise InvalidPromptError(
             f"prompts must be text, token ids, a dict, or a list of such; got {type(prompts).__name__}",
             parameter="prompts",
         )
     listed = list(cast("Sequence[Prompt]", prompts))
-    if listed and not hasattr(listed[0], "__len__"):  # a number, or something `read` will refuse by name
-        return [cast("list[int]", listed)]
+    if listed and not (hasattr(listed[0], "__len__") and _is_series(listed[0])):
+        return [cast("list[int]", listed)]  # of numbers, or of something `read` will refuse by name
     return listed
+
+
+def _is_series(value: object) -> bool:
+    """Return whether a value can be walked and may mean something: raw bytes are neither text nor token ids."""
+    if isinstance(value, bytes | bytearray | memoryview):
+        return False
+    return hasattr(value, "__iter__") and getattr(value, "ndim", 1) > 0  # an array without axes only looks like one
 
 
 class PromptReader:
@@ -117,30 +125,35 @@ class PromptReader:
 
     def _unwrap(self, prompt: Mapping[str, object]) -> str | Sequence[int]:
         given = [key for key in ("prompt", "prompt_token_ids") if prompt.get(key) is not None]
-        spare = sorted(set(prompt) - {"prompt", "prompt_token_ids"})
+        spare = set(prompt) - {"prompt", "prompt_token_ids"}
         if len(given) != 1 or spare:
             raise InvalidPromptError(
                 "a prompt dict must have exactly one of 'prompt' and 'prompt_token_ids' and nothing else; got "
-                f"{sorted(prompt)}",
+                f"{sorted(map(str, prompt))}",
                 parameter="prompt",
             )
         value = prompt[given[0]]
         if given[0] == "prompt" and not isinstance(value, str):
             raise InvalidPromptError(f"'prompt' must be text; got {type(value).__name__}", parameter="prompt")
+        if given[0] == "prompt_token_ids" and isinstance(value, str):
+            raise InvalidPromptError("'prompt_token_ids' must be token ids; got text", parameter="prompt")
         return cast("str | Sequence[int]", value)
 
     def _check_ids(self, ids: object) -> list[int]:
-        if isinstance(ids, str | bytes) or not hasattr(ids, "__iter__"):
+        if isinstance(ids, str) or not _is_series(ids):
             raise InvalidPromptError(
                 f"a prompt must be text or a sequence of token ids; got {type(ids).__name__}", parameter="prompt"
             )
         checked: list[int] = []
         for value in cast("Sequence[object]", ids):
-            if isinstance(value, bool) or not hasattr(value, "__index__"):
+            try:
+                number = index(cast("SupportsIndex", value))
+            except TypeError:
+                number = None
+            if number is None or isinstance(value, bool):
                 raise InvalidPromptError(
                     f"token ids must be integers; got {value!r:.40} of type {type(value).__name__}", parameter="prompt"
-                )
-            number = cast("int", value).__index__()
+                ) from None
             if not 0 <= number < self._vocab_size:
                 raise InvalidPromptError(
                     f"token ids must be in 0..{self._vocab_size - 1}, the model's vocabulary; got {number}; encode the "

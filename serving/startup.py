@@ -191,7 +191,13 @@ def _compose(
         mode=CacheMode(config.prefix_cache), block_size=config.block_size, state_interval=config.state_interval
     )
     scheduler = Scheduler(limits, placement)
-    return Engine(scheduler, runner, tokenizer=tokenizer, end_token_ids=tokenizer.end_token_ids)
+    return Engine(
+        scheduler,
+        runner,
+        tokenizer=tokenizer,
+        end_token_ids=tokenizer.end_token_ids,
+        auditor=runner.make_auditor() if config.audit else None,
+    )
 
 
 def _cache_key(config: EngineConfig, model: LanguageModel) -> bytes:

@@ -31,6 +31,7 @@ def _rule(ours: str = "", others: str = "", never: str = "") -> Rule:
 
 _CORE_NEVER = "asyncio concurrent datetime multiprocessing random secrets select selectors socket threading time uuid"
 _STEP = "serving.core serving.runner serving.text serving.config serving.metrics"  # what one engine step is made of
+_LOOP = "serving.engine serving.collector serving.startup serving.prompts"  # what drives steps for callers
 _API = "serving.sampling_params serving.outputs"  # values that callers hold
 
 RULES = {
@@ -43,6 +44,7 @@ RULES = {
     ),
     "serving.text": _rule("serving.core.errors", "tokenizers jinja2"),
     "serving.config": _rule(),
+    "serving.interrupts": _rule(),
     "serving.metrics": _rule(),
     "serving.sampling_params": _rule("serving.core.errors"),
     "serving.outputs": _rule("serving.core.errors"),
@@ -53,7 +55,11 @@ RULES = {
     "serving.collector": _rule(f"{_API} serving.core serving.text serving.engine serving.prompts"),
     "serving.startup": _rule(f"{_STEP} model kernels serving.engine", "jax tqdm"),
     "serving.info": _rule("model serving.core.errors serving.runner"),
-    "serving.llm": _rule(f"{_STEP} {_API} serving.engine serving.prompts serving.collector serving.startup", "tqdm"),
+    "serving.intake": _rule(
+        f"{_API} serving.core serving.runner serving.engine serving.collector serving.prompts serving.startup"
+    ),
+    "serving.llm": _rule(f"{_STEP} {_API} {_LOOP} serving.intake serving.interrupts", "tqdm"),
+    "serving.async_llm": _rule(f"{_STEP} {_API} {_LOOP} serving.intake serving.async_engine"),
     "serving.http": _rule(f"{_API} serving.async_engine serving.core.errors", "starlette uvicorn msgspec"),
     "serving.__main__": _rule(
         f"{_STEP} {_API} model kernels serving.info serving.llm serving.startup serving.http", "tqdm tyro"

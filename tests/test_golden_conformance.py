@@ -47,9 +47,9 @@ def adapter(folder: Path) -> Adapter:
 
 
 def assert_conforms(report: Any, told: str) -> None:
-    """Fail unless the script would end with "0 failed, 0 skipped" and compared anything; show what it printed."""
+    """Fail unless the script would end with "0 failed, 0 skipped" and compared many values; show what it printed."""
     assert report.n["failed"] == report.n["skipped"] == 0, told
-    assert report.n["passed"] > 30, told
+    assert report.n["passed"] > 40, "the script compared nearly nothing"
 
 
 @pytest.mark.parametrize("name", MODELS)

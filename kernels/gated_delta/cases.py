@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from gdn_jax.kernels.anchors import NULL_SLOT, AdvanceRows, PrefillRows
-from gdn_jax.kernels.gated_delta.inputs import DeltaInputs, l2_normalize
+from gdn_jax.kernels.gated_delta.inputs import DeltaInputs
 from gdn_jax.kernels.numerics import CHUNK
 
 
@@ -131,11 +131,11 @@ def make_prefill(case: PrefillCase, seed: int = 0) -> PrefillArguments:
     export = np.where(exported, first_export + np.cumsum(exported).reshape(exported.shape) - 1, NULL_SLOT)
 
     num_slots = max(first_export + int(exported.sum()) + 1, case.min_slots)
-    q, inputs = _draw_tokens(rng, case.heads, (case.num_tokens,), case.dtype)
     owned = np.arange(case.num_tokens) < length.sum()
+    q, inputs = _draw_tokens(rng, case.heads, owned, case.dtype)
     return PrefillArguments(
-        q=_poison(q, owned),
-        inputs=jax.tree.map(lambda x: _poison(x, owned), inputs),
+        q=q,
+        inputs=inputs,
         rows=PrefillRows(
             **_int32(offset=offset, length=length, start=start, read_slot=read, write_slot=write, export_slot=export)
         ),
@@ -158,38 +158,44 @@ def make_advance(case: AdvanceCase, seed: int = 0) -> AdvanceArguments:
     write = np.where(real, np.where((folded > 0) & (row % 2 == 1), read, 1 + case.num_rows + row), NULL_SLOT)
     save = np.where(save_at > 0, 1 + 2 * case.num_rows + row, NULL_SLOT)
 
-    lead = (case.num_rows, case.window)
-    q, new = _draw_tokens(rng, case.heads, lead, case.dtype)
-    _, replay = _draw_tokens(rng, case.heads, lead, case.dtype)
-    is_new = np.arange(case.window) < num_new[:, None]
-    is_replay = np.arange(case.window) < num_replay[:, None]
+    q, new = _draw_tokens(rng, case.heads, np.arange(case.window) < num_new[:, None], case.dtype)
+    _, replay = _draw_tokens(rng, case.heads, np.arange(case.window) < num_replay[:, None], case.dtype)
     counts = _int32(folded=folded, num_replay=num_replay, num_new=num_new, save_at=save_at)
     return AdvanceArguments(
-        q=_poison(q, is_new),
-        new=jax.tree.map(lambda x: _poison(x, is_new), new),
-        replay=jax.tree.map(lambda x: _poison(x, is_replay), replay),
+        q=q,
+        new=new,
+        replay=replay,
         rows=AdvanceRows(**counts, **_int32(read_slot=read, write_slot=write, save_slot=save)),
         pool=_draw_pool(rng, case.heads, 2 + 3 * case.num_rows, read, case.state_dtype),
     )
 
 
 def _draw_tokens(
-    rng: np.random.Generator, heads: Heads, lead: tuple[int, ...], dtype: str
+    rng: np.random.Generator, heads: Heads, owned: np.ndarray, dtype: str
 ) -> tuple[Float[Array, "..."], DeltaInputs]:
-    """Draw normalised queries and keys, values, log decays from 0 to about -3 and betas, for tokens of shape `lead`."""
+    """Draw normalised queries and keys, values, log decays from 0 to about -3 and betas; NaN where not `owned`."""
 
-    def normal(*shape: int) -> Array:
-        return jnp.asarray(rng.standard_normal((*lead, *shape), dtype=np.float32)).astype(dtype)
+    def poisoned(x: np.ndarray, dtype: str) -> Array:
+        mask = owned.reshape(owned.shape + (1,) * (x.ndim - owned.ndim))
+        return jnp.asarray(np.where(mask, x, np.nan), dtype)
 
-    g = -rng.exponential(0.3, (*lead, heads.num_value)) * rng.integers(0, 2, (*lead, heads.num_value))
-    beta = rng.uniform(0.0, 1.0, (*lead, heads.num_value))
-    q = l2_normalize(normal(heads.num_key, heads.key_dim), heads.key_dim**-0.5)
-    return q, DeltaInputs(
-        k=l2_normalize(normal(heads.num_key, heads.key_dim)),
-        v=normal(heads.num_value, heads.value_dim),
-        g=jnp.asarray(g, jnp.float32),
-        beta=jnp.asarray(beta, jnp.float32),
+    def normal(*shape: int) -> np.ndarray:
+        return rng.standard_normal((*owned.shape, *shape), dtype=np.float32)
+
+    def unit(*shape: int) -> np.ndarray:
+        x = normal(*shape)
+        return x / np.linalg.norm(x, axis=-1, keepdims=True)
+
+    keys, values = (heads.num_key, heads.key_dim), (heads.num_value, heads.value_dim)
+    g = -rng.exponential(0.3, (*owned.shape, heads.num_value)) * rng.integers(0, 2, (*owned.shape, heads.num_value))
+    beta = rng.uniform(0.0, 1.0, (*owned.shape, heads.num_value))
+    inputs = DeltaInputs(
+        k=poisoned(unit(*keys), dtype),
+        v=poisoned(normal(*values), dtype),
+        g=poisoned(g, "float32"),
+        beta=poisoned(beta, "float32"),
     )
+    return poisoned(unit(*keys) * heads.key_dim**-0.5, dtype), inputs
 
 
 def _draw_pool(
@@ -200,13 +206,7 @@ def _draw_pool(
     pool = np.full((num_slots, *shape), np.nan, np.float32)
     for slot in np.unique(read_slot[read_slot != NULL_SLOT]):
         pool[slot] = rng.standard_normal(shape)
-    return jnp.asarray(pool).astype(dtype)
-
-
-def _poison(x: Float[Array, "..."], owned: np.ndarray) -> Float[Array, "..."]:
-    """Return x with NaN wherever `owned`, which covers its leading axes, is false."""
-    mask = jnp.asarray(owned.reshape(owned.shape + (1,) * (x.ndim - owned.ndim)))
-    return jnp.where(mask, x, jnp.asarray(jnp.nan, x.dtype))
+    return jnp.asarray(pool, dtype)
 
 
 def _int32(**fields: np.ndarray) -> dict[str, Array]:
@@ -295,9 +295,7 @@ PREFILL_TESTS = (
     _prefill_test("empty-rows", (0, 0), (64, 0), (70, 70), (5, 0)),
     _prefill_test("nothing"),
 )
-HEADS_TESTS = tuple(
-    _heads_test(*heads) for heads in ((3, 3, 24, 16), (1, 3, 16, 24), (2, 8, 16, 64), (1, 8, 64, 16), (1, 2, 128, 64))
-)
+HEADS_TESTS = tuple(_heads_test(*heads) for heads in ((3, 3, 24, 16), (1, 3, 16, 24), (1, 4, 128, 64), (1, 8, 64, 16)))
 ADVANCE_TESTS = (
     AdvanceCase(
         name="test/advance/decode",

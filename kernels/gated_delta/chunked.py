@@ -13,7 +13,6 @@ then carries the float32 state and the pool.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -140,7 +139,7 @@ def _decays(g: Float[Array, "*lead places"]) -> tuple[Array, Array, Array]:
     return decay, jnp.exp(sum(sums)), jnp.exp(sum(s[..., -1:] - s for s in sums))
 
 
-def _once(x: Array | tuple[Array, ...]) -> Any:
+def _once[T](x: T) -> T:
     """Keep XLA from fusing the making of x into each of its consumers, where it would be computed many times over."""
     return jax.lax.optimization_barrier(x)
 

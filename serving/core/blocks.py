@@ -8,6 +8,7 @@ The known names are closed under prefixes: a block is known only while its paren
 leading run, and a name that an eviction cuts off from its root goes with it.
 """
 
+import sys
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -43,23 +44,24 @@ class HashChain:
 
         `tokens` must extend what earlier calls saw.
         """
-        size, hashes = self._block_size, self._hashes
-        wanted = num_tokens // size
-        while len(hashes) < wanted:
-            start = len(hashes) * size
-            parent = hashes[-1] if hashes else self._root
-            words = array("I", tokens[start : start + size])
-            hashes.append(BlockHash(sha256(parent + _little_endian(words)).digest()))
-        return hashes[:wanted]
+        self._grow(tokens, num_tokens)
+        return self._hashes[: num_tokens // self._block_size]
 
     def name(self, tokens: Sequence[int], num_tokens: int) -> BlockHash:
         """Return the hash of the block that ends at the boundary `num_tokens`, which names the state there too."""
-        self.upto(tokens, num_tokens)
+        self._grow(tokens, num_tokens)
         return self._hashes[num_tokens // self._block_size - 1]
+
+    def _grow(self, tokens: Sequence[int], num_tokens: int) -> None:
+        size, hashes = self._block_size, self._hashes
+        for start in range(len(hashes) * size, num_tokens - size + 1, size):
+            parent = hashes[-1] if hashes else self._root
+            words = array("I", tokens[start : start + size])
+            hashes.append(BlockHash(sha256(parent + _little_endian(words)).digest()))
 
 
 def _little_endian(words: "array[int]") -> bytes:
-    if array("I", [1]).tobytes()[0] != 1:  # a big-endian host must find the same names
+    if sys.byteorder == "big":  # such a host must find the same names
         words.byteswap()
     return words.tobytes()
 
@@ -86,7 +88,7 @@ class BlockPool:
         self._by_hash: dict[BlockHash, BlockId] = {}
         self._hash_of: dict[BlockId, BlockHash] = {}
         self._parent: dict[BlockHash, BlockHash | None] = {}
-        self._children: dict[BlockHash, set[BlockHash]] = {}
+        self._children: dict[BlockHash, dict[BlockHash, None]] = {}  # ordered: replicas of this pool must agree
 
     @property
     def num_usable(self) -> int:
@@ -152,7 +154,7 @@ class BlockPool:
             raise InvariantError(f"block {block} has another name already")
         self._by_hash[name], self._hash_of[block], self._parent[name] = block, name, parent
         if parent is not None:
-            self._children.setdefault(parent, set()).add(name)
+            self._children.setdefault(parent, {})[name] = None
 
     def release(self, blocks: Sequence[BlockId]) -> None:
         """Give one reference back per block, tail first, so that a prefix outlives its extensions."""
@@ -181,7 +183,7 @@ class BlockPool:
         for gone in reversed(doomed):
             parent = self._parent.pop(gone)
             if parent is not None and (siblings := self._children.get(parent)) is not None:
-                siblings.discard(gone)
+                siblings.pop(gone, None)
                 if not siblings:
                     del self._children[parent]
             block = self._by_hash.pop(gone)
@@ -197,6 +199,10 @@ class BlockPool:
     def parent_of(self, name: BlockHash) -> BlockHash | None:
         """Return the parent of a known name; None for a sequence's first block."""
         return self._parent[name]
+
+    def references(self) -> Counter[BlockId]:
+        """Return a copy of the reference counts, for audits."""
+        return self._refs.copy()
 
     def num_held(self) -> int:
         """Return how many blocks somebody holds."""

@@ -10,10 +10,13 @@ one owner here, since a slot is at any time exactly one of:
     doomed      a checkpoint whose name ended while it was pinned; free when the last pin goes
 
 Two classes of checkpoints, each least recently used: `interval` ones (and superseded rolling ones) are evicted first;
-`placed` ones only when no interval one is left, and never for an interval save.
+`placed` ones only when no interval one is left, and never for an interval save. A rolling checkpoint is placed for as
+long as its request has made no newer one; once anything else wants it placed, it stays so.
 """
 
 from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from enum import StrEnum
 from typing import NewType
 
 from gdn_jax.serving.core.blocks import BlockHash
@@ -21,6 +24,14 @@ from gdn_jax.serving.core.errors import InvariantError
 
 SlotId = NewType("SlotId", int)
 NULL_SLOT = SlotId(0)
+
+
+class Retention(StrEnum):
+    """Why a checkpoint is kept, and so how long."""
+
+    INTERVAL = "interval"  # it lies on a grid, and nobody is known to look for it
+    ROLLING = "rolling"  # the turn end of a live request, if that should end here
+    PLACED = "placed"  # a later request is expected to look for it
 
 
 class CheckpointStore:
@@ -42,6 +53,7 @@ class CheckpointStore:
         self._name_of: dict[SlotId, BlockHash] = {}
         self._interval: OrderedDict[BlockHash, None] = OrderedDict()  # next victim first; pinned ones stay listed
         self._placed: OrderedDict[BlockHash, None] = OrderedDict()
+        self._rolling: set[BlockHash] = set()  # of the placed ones
         self._pins: Counter[SlotId] = Counter()
         self._doomed: set[SlotId] = set()
         self.num_evicted = 0
@@ -89,19 +101,21 @@ class CheckpointStore:
             self._reserved.add(slot)
         return slot
 
-    def publish(self, slot: SlotId, name: BlockHash, *, placed: bool) -> None:
+    def publish(self, slot: SlotId, name: BlockHash, retention: Retention) -> None:
         """Turn a running or reserved slot into a checkpoint; a name already known frees the newcomer.
 
-        A placed newcomer lifts a known interval checkpoint of its name into the placed class.
+        A placed newcomer places the known checkpoint of its name.
         """
         self._take_back(slot)
         if name in self._slot_of:
             self._free.append(slot)
-            if placed:
-                self.lift(name)
+            if retention is Retention.PLACED:
+                self.place(name)
             return
         self._slot_of[name], self._name_of[slot] = slot, name
-        (self._placed if placed else self._interval)[name] = None
+        (self._interval if retention is Retention.INTERVAL else self._placed)[name] = None
+        if retention is Retention.ROLLING:
+            self._rolling.add(name)
 
     def release(self, slot: SlotId) -> None:
         """Give back a running or reserved slot."""
@@ -114,24 +128,25 @@ class CheckpointStore:
             if name in retained:
                 retained.move_to_end(name)
 
-    def supersede(self, name: BlockHash) -> None:
-        """Move a checkpoint, if it is still there, to the front of eviction."""
-        if name in self._slot_of:
-            self._placed.pop(name, None)
-            self._interval[name] = None
-            self._interval.move_to_end(name, last=False)
-
-    def lift(self, name: BlockHash) -> None:
-        """Turn an interval checkpoint, if it is there, into a placed one."""
+    def place(self, name: BlockHash) -> None:
+        """Turn an interval or rolling checkpoint, if it is there, into a placed one."""
+        self._rolling.discard(name)
         if name in self._interval:
             del self._interval[name]
             self._placed[name] = None
 
     def demote(self, name: BlockHash) -> None:
-        """Turn a placed checkpoint, if it is still there, into an interval one."""
-        if name in self._placed:
+        """Turn a rolling checkpoint, if it is still one, into an interval one."""
+        if name in self._rolling:
+            self._rolling.remove(name)
             del self._placed[name]
             self._interval[name] = None
+
+    def supersede(self, name: BlockHash) -> None:
+        """Move a rolling checkpoint, if it is still one, to the front of eviction."""
+        if name in self._rolling:
+            self.demote(name)
+            self._interval.move_to_end(name, last=False)
 
     def pin(self, slot: SlotId) -> None:
         """Forbid the eviction of a checkpoint while a step may read it."""
@@ -171,6 +186,12 @@ class CheckpointStore:
         else:
             self._free.append(slot)
 
+    def evict(self, name: BlockHash) -> None:
+        """Drop a checkpoint, if it is there, to make room or because its block chain broke."""
+        if name in self._slot_of:
+            self.drop(name)
+            self.num_evicted += 1
+
     def drop_all(self) -> None:
         """End every name."""
         for name in list(self._slot_of):
@@ -189,8 +210,7 @@ class CheckpointStore:
             victim = self._victim(placed=placed, keep=None)
             if victim is None:
                 return None
-            self.drop(victim)
-            self.num_evicted += 1
+            self.evict(victim)
         return self._free.pop()
 
     def _victim(self, *, placed: bool, keep: SlotId | None) -> BlockHash | None:
@@ -206,6 +226,7 @@ class CheckpointStore:
         del self._name_of[slot]
         self._interval.pop(name, None)
         self._placed.pop(name, None)
+        self._rolling.discard(name)
         return slot
 
     def _take_back(self, slot: SlotId) -> None:
@@ -227,5 +248,18 @@ class CheckpointStore:
             raise InvariantError("a checkpoint is in no retention class or in two")
         if not set(self._pins) <= {*self._name_of, *self._doomed} or not self._doomed <= set(self._pins):
             raise InvariantError("a pin on a slot without checkpoint, or a doomed slot without pin")
+        if not self._rolling <= set(self._placed):
+            raise InvariantError("a rolling checkpoint is not in the placed class")
         if any(count <= 0 for count in self._pins.values()):
             raise InvariantError("a pin count is not positive")
+
+    def check_owners(self, *, running: Sequence[SlotId], reserved: Sequence[SlotId], pins: Sequence[SlotId]) -> None:
+        """Raise InvariantError unless exactly these slots, each once, are running and reserved, and these pins set."""
+        if sorted(running) != sorted(self._running):
+            raise InvariantError(f"slots {sorted(self._running)} are running, and requests own {sorted(running)}")
+        if sorted(reserved) != sorted(self._reserved):
+            raise InvariantError(
+                f"slots {sorted(self._reserved)} are reserved, and the plan saves to {sorted(reserved)}"
+            )
+        if Counter(pins) != self._pins:
+            raise InvariantError(f"pins are {self._pins}, and requests start from {sorted(pins)}")

@@ -5,11 +5,12 @@ moves between the books. Admission is all or none; publishing happens only in co
 computed.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gdn_jax.serving.core.blocks import BlockPool
-from gdn_jax.serving.core.checkpoints import NULL_SLOT, CheckpointStore
+from gdn_jax.serving.core.blocks import BlockHash, BlockPool
+from gdn_jax.serving.core.checkpoints import NULL_SLOT, CheckpointStore, Retention, SlotId
 from gdn_jax.serving.core.errors import InvariantError
 from gdn_jax.serving.core.placement import Placement
 from gdn_jax.serving.core.plan import Export
@@ -38,14 +39,12 @@ class Save:
     Attributes:
         request: whose state.
         boundary: absolute token count.
-        placed: retention class.
-        rolling: made by a fold.
+        retention: why it is kept.
     """
 
     request: Request
     boundary: int
-    placed: bool
-    rolling: bool
+    retention: Retention
 
 
 class Holdings:
@@ -61,7 +60,7 @@ class Holdings:
             placement: the cache mode's rule.
         """
         self.checkpoints = CheckpointStore(num_slots)
-        self.blocks = BlockPool(num_blocks, on_evict=self.checkpoints.drop)
+        self.blocks = BlockPool(num_blocks, on_evict=self.checkpoints.evict)
         self.placement = placement
         self._num_lanes = num_lanes
         self._lanes = list(range(num_lanes - 1, -1, -1))
@@ -111,13 +110,11 @@ class Holdings:
             self.checkpoints.touch(hit.name)
         if take_over:
             self.checkpoints.take_over(hit.slot)
-            slot = hit.slot
-        else:
-            if hit.length:
-                self.checkpoints.pin(hit.slot)
-                request.pinned = hit.slot
-            slot = self.checkpoints.try_take()
-        own = self.blocks.try_take(needed)
+        elif hit.length:
+            self.checkpoints.pin(hit.slot)
+            request.pinned = hit.slot
+        own = self.blocks.try_take(needed)  # before the slot: a checkpoint it cuts off leaves one free
+        slot = hit.slot if take_over else self.checkpoints.try_take()
         if slot is None or own is None:
             raise InvariantError(f"request {request.request_id} was admitted without what was counted for it")
         request.slot, request.read_anchor, request.lane = slot, hit.slot, self._lanes.pop()
@@ -130,6 +127,8 @@ class Holdings:
             turn_borders=request.turn_borders,
             junction=hit.junction,
         )
+        if hit.name is not None and hit.length in request.placed and hit.name != request.rolling:
+            self.checkpoints.place(hit.name)
         if request.num_cached is None:
             request.num_cached = hit.length
 
@@ -153,26 +152,38 @@ class Holdings:
     def reserve(self, saves: Sequence[Save], counts: Counts) -> list[tuple[Save, Export]]:
         """Reserve slots for a plan's saves: placed before interval ones, deepest first, none for a known name.
 
-        A save that gets no slot is skipped and counted, never waited for.
+        A save that gets no slot is skipped and counted, never waited for. A known name that is wanted placed is placed.
         """
         reserved: list[tuple[Save, Export]] = []
         names = set[bytes]()
-        for save in sorted(saves, key=lambda save: (not save.placed, -save.boundary)):
+        for save in sorted(saves, key=lambda save: (save.retention is Retention.INTERVAL, -save.boundary)):
             name = save.request.chain.name(save.request.tokens, save.boundary)
             if name in names:
                 continue
             if self.checkpoints.lookup(name) is not None:
-                if save.placed:
-                    self.checkpoints.lift(name)
+                if save.retention is Retention.ROLLING:
+                    self._supersede_rolling(save.request, by=name)
+                elif save.retention is Retention.PLACED:
+                    self.checkpoints.place(name)
                 continue
-            slot = self.checkpoints.try_reserve(placed=save.placed)
+            slot = self._try_reserve(save, name)
             if slot is None:
                 counts.saves_skipped += 1
                 continue
             names.add(name)
-            export = Export(boundary=save.boundary, slot=slot, placed=save.placed, rolling=save.rolling)
-            reserved.append((save, export))
+            reserved.append((save, Export(boundary=save.boundary, slot=slot, retention=save.retention)))
         return reserved
+
+    def _try_reserve(self, save: Save, name: BlockHash) -> SlotId | None:
+        """Reserve a slot for a save; a rolling one rather replaces its predecessor than evicts a placed one."""
+        if save.retention is Retention.ROLLING:
+            slot = self.checkpoints.try_reserve(placed=False)
+            if slot is None:
+                self._supersede_rolling(save.request, by=name)
+                slot = self.checkpoints.try_reserve(placed=False)
+            if slot is not None:
+                return slot
+        return self.checkpoints.try_reserve(placed=save.retention is not Retention.INTERVAL)
 
     def commit_export(self, request: Request, export: Export, counts: Counts, *, stored: bool) -> None:
         """Publish the state a row stored in a reserved slot, or free the slot."""
@@ -181,10 +192,10 @@ class Holdings:
             return
         name = request.chain.name(request.tokens, export.boundary)
         newcomer = self.checkpoints.lookup(name) is None
-        self.checkpoints.publish(export.slot, name, placed=export.placed)
+        self.checkpoints.publish(export.slot, name, export.retention)
         counts.saves += newcomer
-        if export.rolling:
-            self._supersede_rolling(request)
+        if export.retention is Retention.ROLLING:
+            self._supersede_rolling(request, by=name)
             if newcomer:
                 request.rolling, request.rolling_at = name, export.boundary
 
@@ -192,23 +203,33 @@ class Holdings:
         """Publish every own block that committed, computed tokens cover and whose name is unknown."""
         if not (self.placement.caches and request.publishes):
             return
-        chain = request.chain.upto(request.tokens, min(request.computed, request.num_known))
-        first = len(chain)
-        while first and not self.blocks.is_known(chain[first - 1]):
-            first -= 1
-        for index in range(first, len(chain)):
+        size = self.placement.block_size
+        count = min(request.computed, request.num_known) // size
+        if count == 0 or self.blocks.is_known(request.chain.name(request.tokens, count * size)):
+            return  # nothing new, as at most steps
+        chain = request.chain.upto(request.tokens, count * size)
+        first = len(self.blocks.lookup(chain))
+        for index in range(first, count):
             self.blocks.publish(request.blocks[index], chain[index], chain[index - 1] if index else None)
 
     def turn_end(self, request: Request) -> int | None:
-        """Return the boundary a finished request should leave a checkpoint at; None if there is none to make."""
+        """Return the boundary a finished request should leave a checkpoint at; None if its state is past it."""
         if not (self.placement.caches and request.publishes):
             return None
         size = self.placement.block_size
         boundary = min(request.computed, request.num_known) // size * size
         if boundary == 0 or boundary < request.folded:
             return None  # the rolling save, if there is one, stands
-        known = self.checkpoints.lookup(request.chain.name(request.tokens, boundary)) is not None
-        return None if known else boundary
+        return boundary
+
+    def keep_known(self, request: Request, boundary: int) -> bool:
+        """Place the checkpoint that a finished request's turn end has already; False if there is none."""
+        name = request.chain.name(request.tokens, boundary)
+        if self.checkpoints.lookup(name) is None:
+            return False
+        self.checkpoints.place(name)
+        self._supersede_rolling(request, by=name)
+        return True
 
     def publish_slot(self, request: Request, counts: Counts) -> None:
         """Publish a finished request's running slot itself, under the boundary it holds."""
@@ -217,13 +238,16 @@ class Holdings:
         self.publish_blocks(request)
         name = request.chain.name(request.tokens, request.folded)
         counts.saves += self.checkpoints.lookup(name) is None
-        self.checkpoints.publish(request.slot, name, placed=True)
+        self.checkpoints.publish(request.slot, name, Retention.PLACED)
         request.slot = NULL_SLOT
-        if request.rolling != name:
-            self._supersede_rolling(request)
+        self._supersede_rolling(request, by=name)
 
-    def _supersede_rolling(self, request: Request) -> None:
-        if request.rolling is None:
+    def _supersede_rolling(self, request: Request, *, by: BlockHash) -> None:
+        """Let a request's rolling checkpoint go, unless it is the one named `by`: a newer one stands for its turn end.
+
+        One that lies on the interval is worth as much as any such; any other is worth least of all.
+        """
+        if request.rolling is None or request.rolling == by:
             return
         if self.placement.on_interval(request.rolling_at):
             self.checkpoints.demote(request.rolling)
@@ -236,13 +260,18 @@ class Holdings:
         self.blocks.forget_all()
         self.checkpoints.drop_all()
 
-    def check(self, holders: Sequence[Request]) -> None:
-        """Raise InvariantError unless the pools' books agree with what the holders hold."""
+    def check(self, holders: Sequence[Request], exports: Sequence[Export]) -> None:
+        """Raise InvariantError unless the pools' books agree with what the holders and the plan in flight hold."""
         self.blocks.check()
         self.checkpoints.check()
-        held = {block for request in holders for block in request.blocks}
-        if self.blocks.num_held() != len(held):
-            raise InvariantError(f"{self.blocks.num_held()} blocks are held, and requests hold {len(held)}")
+        held = Counter(block for request in holders for block in request.blocks)
+        if self.blocks.references() != held:
+            raise InvariantError(f"references are {self.blocks.references()}, and requests hold {held}")
+        self.checkpoints.check_owners(
+            running=[request.slot for request in holders],
+            reserved=[export.slot for export in exports],
+            pins=[request.pinned for request in holders if request.pinned is not None],
+        )
         lanes = [*self._lanes, *(request.lane for request in holders)]
         if sorted(lanes) != list(range(self._num_lanes)):
             raise InvariantError(f"lanes are lost or shared: {sorted(lanes)}")

@@ -2,13 +2,17 @@
 
 A plan is complete: with the parameters and the device state it determines the step. It takes resources but publishes
 nothing; `Scheduler.commit` does that, after the step that wrote the data.
+
+What exists once per row and step is a named tuple: a frozen dataclass of that many fields takes four times as long to
+make. Give its fields by name.
 """
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from gdn_jax.serving.core.blocks import BlockId
-from gdn_jax.serving.core.checkpoints import SlotId
+from gdn_jax.serving.core.checkpoints import Retention, SlotId
 from gdn_jax.serving.core.request import FinishReason, RequestId
 
 
@@ -26,12 +30,10 @@ class Export:
 
     boundary: int  # absolute token count, a multiple of the block size, inside the span or the fold
     slot: SlotId
-    placed: bool  # retention class it will be published in
-    rolling: bool  # made by a fold: the next one of this request supersedes it
+    retention: Retention  # how it will be published; the next rolling one of the request supersedes a rolling one
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RowPlan:
+class RowPlan(NamedTuple):
     """One request's place in one step."""
 
     request_id: RequestId
@@ -83,15 +85,14 @@ class TokenLogprobs:
     top: tuple[float, ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RowResult:
+class RowResult(NamedTuple):
     """What the device says of one row."""
 
     tokens: tuple[int, ...]  # emitted: accepted drafts and one more; empty if the row does not emit
     saved: tuple[int, ...]  # boundaries whose states were stored
     num_drafts: int = 0  # drafts made for the next step
     finite: bool = True  # false: the logits hold NaN or infinities, so the tokens mean nothing
-    logprobs: tuple["TokenLogprobs", ...] = ()  # one per token, when some row of the step asked for them
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, when some row of the step asked for them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,8 +102,7 @@ class StepResult:
     rows: tuple[RowResult, ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RowCut:
+class RowCut(NamedTuple):
     """Where a row ends: how many of its emitted tokens stand, and why it finishes, if it does."""
 
     num_kept: int

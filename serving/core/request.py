@@ -62,6 +62,7 @@ class Request:
     use_cache: bool = True
     leader: RequestId | None = None
 
+    order: tuple[int, int] = field(init=False)  # the key requests are planned by
     status: Status = Status.WAITING
     lane: int = -1
     slot: SlotId = NULL_SLOT  # its running slot
@@ -80,6 +81,10 @@ class Request:
     publishes: bool = True  # false after the cache was reset under it
     finish: FinishReason | None = None
 
+    def __post_init__(self) -> None:
+        """Derive the order once: it is asked for at every step."""
+        self.order = self.priority, self.arrival
+
     @property
     def num_known(self) -> int:
         """Prompt and output tokens."""
@@ -95,14 +100,11 @@ class Request:
         """Tokens in the state at the read anchor and its replay window."""
         return self.folded + self.num_replay
 
-    @property
-    def order(self) -> tuple[int, int]:
-        """The key requests are planned by."""
-        return self.priority, self.arrival
-
     def forget_holdings(self) -> None:
-        """Set every field about holdings to nothing; the books are the caller's."""
+        """Set every field about holdings to nothing; the books are the caller's.
+
+        The rolling checkpoint is not held: it stays in the cache, and the next one still supersedes it.
+        """
         self.lane, self.slot, self.read_anchor, self.pinned = -1, NULL_SLOT, NULL_SLOT, None
         self.blocks, self.num_sent_blocks = [], 0
         self.folded, self.num_replay, self.num_drafts = 0, 0, 0
-        self.rolling = None

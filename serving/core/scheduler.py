@@ -9,10 +9,17 @@ The idea of planning tokens rather than phases is vLLM's; the rules of states ar
 
 from bisect import insort
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from gdn_jax.serving.core.blocks import HashChain
-from gdn_jax.serving.core.errors import DuplicateRequestError, InvariantError, PromptTooLongError
+from gdn_jax.serving.core.checkpoints import Retention
+from gdn_jax.serving.core.errors import (
+    DuplicateRequestError,
+    InvalidParameterError,
+    InvalidPromptError,
+    InvariantError,
+    PromptTooLongError,
+)
 from gdn_jax.serving.core.holdings import Counts, Holdings, Save
 from gdn_jax.serving.core.placement import Placement
 from gdn_jax.serving.core.plan import Export, Phase, RowCut, RowPlan, RowResult, StepPlan, StepResult
@@ -51,19 +58,6 @@ class Limits:
             raise ValueError(f"max_num_seqs must be at least 1; got {self.num_lanes}")
 
 
-@dataclass(kw_only=True)
-class _Draft:
-    """A row being planned: its saves are reserved once every row has its own resources."""
-
-    request: Request
-    phase: Phase
-    tokens: tuple[int, ...]
-    emits: bool
-    start: int
-    num_drafts: int = 0
-    wanted: list[Save] = field(default_factory=list[Save])
-
-
 class Scheduler:
     """Owns the queues and every request's progress; `holdings` owns the resources."""
 
@@ -80,6 +74,7 @@ class Scheduler:
         self._requests: dict[RequestId, Request] = {}
         self._waiting: list[Request] = []  # both sorted by order
         self._running: list[Request] = []
+        self._admitting = True  # while a plan is made: whether those still waiting may be admitted
         self._num_arrived = 0
         self._num_steps = 0
         self._plan: StepPlan | None = None
@@ -123,10 +118,16 @@ class Scheduler:
 
         Raises:
             DuplicateRequestError: the id is in use.
+            InvalidPromptError: the prompt is empty.
+            InvalidParameterError: `max_tokens` is not positive.
             PromptTooLongError: it could never run to its end here; the message has the numbers.
         """
         if request_id in self._requests:
             raise DuplicateRequestError(f"request id {request_id!r} is in use; choose another")
+        if not prompt:
+            raise InvalidPromptError("a prompt must hold at least one token; got none")
+        if max_tokens < 1:
+            raise InvalidParameterError(f"max_tokens must be at least 1; got {max_tokens}", parameter="max_tokens")
         self._refuse_what_cannot_fit(len(prompt), max_tokens)
         self._num_arrived += 1
         salt = len(self.limits.cache_key).to_bytes(4, "little") + self.limits.cache_key + cache_salt
@@ -143,8 +144,8 @@ class Scheduler:
             use_cache=use_cache,
             leader=leader,
         )
-        self._requests[request_id] = request
         insort(self._waiting, request, key=lambda waiting: waiting.order)
+        self._requests[request_id] = request
         return request
 
     def _refuse_what_cannot_fit(self, num_prompt: int, max_tokens: int) -> None:
@@ -177,6 +178,10 @@ class Scheduler:
         """Return a live request."""
         return self._requests[request_id]
 
+    def running(self) -> list[Request]:
+        """Return a copy of the list of requests that hold something, in order, for audits."""
+        return list(self._running)
+
     @property
     def num_waiting(self) -> int:
         """Requests that hold nothing yet."""
@@ -198,8 +203,9 @@ class Scheduler:
         Requests that are running now compute on but publish nothing more, since their states belong to the old cache.
         """
         self.holdings.reset_cache()
-        for request in self._running:
-            request.publishes = False
+        for request in self._requests.values():
+            request.rolling = None
+            request.publishes = False  # a waiting request starts afresh at its admission
 
     # Plan.
 
@@ -211,37 +217,63 @@ class Scheduler:
         """
         if self._plan is not None:
             raise InvariantError("plan() called before the previous plan was committed")
-        budget, drafts = self.limits.budget, list[_Draft]()
-        order = _Order(self._waiting, self._running)
-        for request in order:
+        budget, rows, saves = self.limits.budget, list[RowPlan](), list[Save]()
+        self._admitting = True
+        for request in self._in_order():
             if request.status is Status.WAITING:
                 if budget < self._block_size or not self._try_admit(request):
-                    order.admitting = False  # later ones must not overtake it
+                    self._admitting = False  # later ones must not overtake it
                     continue
                 if request.status is Status.WAITING:
                     continue  # not ready: those behind it may go first
-            draft = self._plan_row(request, budget)
-            if draft is None:
+            row = self._plan_row(request, budget, saves)
+            if row is None:
                 continue
-            drafts.append(draft)
-            if draft.phase is Phase.PREFILL:
-                budget -= len(draft.tokens)
-        if not drafts:
+            rows.append(row)
+            if row.phase is Phase.PREFILL:
+                budget -= len(row.tokens)
+        if not rows:
             return None
-        saves = [save for draft in drafts for save in draft.wanted]
-        exports: dict[RequestId, list[Export]] = {}
-        for save, export in self.holdings.reserve(saves, self.counts):
-            exports.setdefault(save.request.request_id, []).append(export)
-        rows = tuple(self._finish_row(draft, exports.get(draft.request.request_id, [])) for draft in drafts)
-        self._plan = StepPlan(index=self._num_steps, rows=rows)
+        if saves:
+            rows = self._with_exports(rows, saves)
+        self._plan = StepPlan(index=self._num_steps, rows=tuple(rows))
         self._num_steps += 1
         return self._plan
 
+    def _in_order(self) -> Iterator[Request]:
+        """Walk waiting and running requests in order, while admission and preemption move them between the lists.
+
+        A request is seen at most once: what is preempted during the walk waits for the next one.
+        """
+        waiting, running = iter(tuple(self._waiting)), self._running  # the live list: positions shift, orders do not
+        candidate, position, last = next(waiting, None), 0, None
+        while True:
+            while position < len(running) and last is not None and running[position].order <= last:
+                position += 1
+            request = running[position] if position < len(running) else None
+            if candidate is not None and self._admitting and (request is None or candidate.order < request.order):
+                request, candidate = candidate, next(waiting, None)
+            if request is None:
+                return
+            last = request.order
+            yield request
+
+    def _with_exports(self, rows: Sequence[RowPlan], saves: Sequence[Save]) -> list[RowPlan]:
+        """Reserve slots for saves, now that every row has its own resources; return the rows with their exports."""
+        exports: dict[RequestId, list[Export]] = {}
+        for save, export in self.holdings.reserve(saves, self.counts):
+            exports.setdefault(save.request.request_id, []).append(export)
+        return [
+            row._replace(exports=tuple(sorted(exports[row.request_id], key=lambda export: export.boundary)))
+            if row.request_id in exports
+            else row
+            for row in rows
+        ]
+
     def _try_admit(self, request: Request) -> bool:
         """Admit a waiting request if it can be; False means that those behind it must wait too."""
-        leader = self._requests.get(request.leader) if request.leader is not None else None
-        if leader is not None and leader.finish is None and leader.computed < leader.num_prompt:
-            return True  # its leader's prompt checkpoint is worth waiting for, and nobody need wait for that
+        if request.leader is not None and self._awaits_leader(request):
+            return True  # and nobody behind it need wait for that
         if not self.holdings.try_admit(request, self.counts):
             return False
         request.status = Status.RUNNING
@@ -249,50 +281,53 @@ class Scheduler:
         insort(self._running, request, key=lambda running: running.order)
         return True
 
-    def _plan_row(self, request: Request, budget: int) -> _Draft | None:
-        if request.status is Status.CLOSING:
-            return _Draft(request=request, phase=Phase.DECODE, tokens=(), emits=False, start=request.close_at)
-        if request.num_replay == 0 and (request.num_output == 0 or request.folded < request.num_known - 1):
-            return self._plan_prefill(request, budget)
-        return self._plan_decode(request)
+    def _awaits_leader(self, request: Request) -> bool:
+        """Return whether a sibling's leader is about to leave the checkpoint that the sibling would start from.
 
-    def _plan_prefill(self, request: Request, budget: int) -> _Draft | None:
+        A leader goes before its siblings, so nobody waits in a circle.
+        """
+        leader = self._requests.get(request.leader) if request.leader is not None else None
+        if leader is None or leader.finish is not None or leader.order >= request.order:
+            return False
+        if not (self.placement.caches and request.use_cache):
+            return False
+        return leader.computed < (request.num_prompt - 1) // self._block_size * self._block_size
+
+    def _plan_row(self, request: Request, budget: int, saves: list[Save]) -> RowPlan | None:
+        """Plan a row for a running request and add the saves it wants; None if it gets no row in this step."""
+        if request.status is Status.CLOSING:
+            return self._row(request, Phase.DECODE, start=request.close_at, tokens=())
+        if request.num_replay == 0 and (request.num_output == 0 or request.folded < request.num_known - 1):
+            return self._plan_prefill(request, budget, saves)
+        return self._plan_decode(request, saves)
+
+    def _plan_prefill(self, request: Request, budget: int, saves: list[Save]) -> RowPlan | None:
         start, known = request.folded, request.num_known
         end = min(start + budget, known)
         if end < known:
             end = end // self._block_size * self._block_size
         if end <= start:
             return None  # the budget is spent: it keeps what it has and goes on in a later step
-        wanted = self.placement.in_span(start, end, request.placed) if request.publishes else []
-        return _Draft(
-            request=request,
-            phase=Phase.PREFILL,
-            tokens=tuple(request.tokens[start:end]),
-            emits=end == known,
-            start=start,
-            wanted=[Save(request=request, boundary=at, placed=placed, rolling=False) for at, placed in wanted],
-        )
+        for boundary, is_placed in self.placement.in_span(start, end, request.placed) if request.publishes else ():
+            retention = Retention.PLACED if is_placed else Retention.INTERVAL
+            saves.append(Save(request=request, boundary=boundary, retention=retention))
+        tokens = tuple(request.tokens[start:end])
+        return self._row(request, Phase.PREFILL, start=start, tokens=tokens, emits=end == known)
 
-    def _plan_decode(self, request: Request) -> _Draft | None:
-        start = request.computed
+    def _plan_decode(self, request: Request, saves: list[Save]) -> RowPlan | None:
+        start, covered = request.computed, len(request.blocks) * self._block_size
         num_drafts = min(request.num_drafts, request.max_tokens - request.num_output - 1)
-        missing = self.holdings.blocks_for(start + 1 + num_drafts) - len(request.blocks)
-        if missing > self.holdings.blocks.num_idle and num_drafts:  # drafts are the first to go
-            num_drafts = min(num_drafts, max(len(request.blocks) * self._block_size - start - 2, 0))
+        if start + 1 + num_drafts >= covered:  # the row needs a block for the position beyond its last
             missing = self.holdings.blocks_for(start + 1 + num_drafts) - len(request.blocks)
-        if missing > 0 and not self._take_blocks(request, missing):
-            return None
-        boundary = self.placement.in_fold(request.folded, request.num_replay) if request.publishes else None
-        saves = [] if boundary is None else [Save(request=request, boundary=boundary, placed=True, rolling=True)]
-        return _Draft(
-            request=request,
-            phase=Phase.VERIFY if num_drafts else Phase.DECODE,
-            tokens=(request.tokens[-1],),
-            emits=True,
-            start=start,
-            num_drafts=num_drafts,
-            wanted=saves,
-        )
+            if num_drafts and missing > self.holdings.blocks.num_idle:  # drafts are the first to go
+                num_drafts = min(num_drafts, max(covered - start - 2, 0))
+                missing = self.holdings.blocks_for(start + 1 + num_drafts) - len(request.blocks)
+            if missing > 0 and not self._take_blocks(request, missing):
+                return None
+        if request.publishes and (boundary := self.placement.in_fold(request.folded, request.num_replay)) is not None:
+            saves.append(Save(request=request, boundary=boundary, retention=Retention.ROLLING))
+        phase = Phase.VERIFY if num_drafts else Phase.DECODE
+        return self._row(request, phase, start=start, tokens=(request.tokens[-1],), num_drafts=num_drafts, emits=True)
 
     def _take_blocks(self, request: Request, missing: int) -> bool:
         """Take blocks for a running request, preempting from the end of the order; False if it was itself preempted.
@@ -313,28 +348,38 @@ class Scheduler:
             self._drop(request)  # its answer is out already: only a checkpoint is lost
             return
         self.counts.preemptions += 1
+        self._admitting = False  # nobody behind it is to take what it gave back
         self._running.remove(request)
         self.holdings.release(request)
         request.status = Status.WAITING
         insort(self._waiting, request, key=lambda waiting: waiting.order)
 
-    def _finish_row(self, draft: _Draft, exports: Sequence[Export]) -> RowPlan:
-        request = draft.request
+    def _row(
+        self,
+        request: Request,
+        phase: Phase,
+        *,
+        start: int,
+        tokens: tuple[int, ...],
+        num_drafts: int = 0,
+        emits: bool = False,
+    ) -> RowPlan:
+        """Make a row, as yet without exports. It will run: no request planned later can preempt it."""
         first, request.num_sent_blocks = request.num_sent_blocks, len(request.blocks)
         return RowPlan(
             request_id=request.request_id,
-            phase=draft.phase,
-            tokens=draft.tokens,
-            num_drafts=draft.num_drafts,
-            emits=draft.emits,
-            start=draft.start,
-            num_replay=0 if draft.phase is Phase.PREFILL else draft.start - request.folded,
+            phase=phase,
+            tokens=tokens,
+            num_drafts=num_drafts,
+            emits=emits,
+            start=start,
+            num_replay=start - request.folded,
             lane=request.lane,
             table_start=first,
             new_blocks=tuple(request.blocks[first:]),
             read_anchor=request.read_anchor,
             write_anchor=request.slot,
-            exports=tuple(sorted(exports, key=lambda export: export.boundary)),
+            exports=(),
             seed=request.seed,
         )
 
@@ -398,28 +443,33 @@ class Scheduler:
         """Save the turn end, now or in a closing row, and free the rest."""
         if request.finish in (FinishReason.STOP, FinishReason.LENGTH):
             boundary = self.holdings.turn_end(request)
-            if boundary is not None and boundary > request.folded:
-                request.status, request.close_at, request.num_drafts = Status.CLOSING, boundary, 0
-                return
-            if boundary is not None:
+            if boundary is not None and not self.holdings.keep_known(request, boundary):
+                if boundary > request.folded:
+                    request.status, request.close_at, request.num_drafts = Status.CLOSING, boundary, 0
+                    return
                 self.holdings.publish_slot(request, self.counts)
         self._drop(request)
 
-    def fail(self, plan: StepPlan) -> list[Request]:
+    def fail(self, plan: StepPlan, *, ends_rows: bool = True) -> list[Request]:
         """Give up a step that raised: its rows end, other requests go back to waiting, pools and cache start afresh.
 
         The device state was donated to the step and is lost with it; the caller rebuilds it.
 
+        Args:
+            plan: the plan in flight.
+            ends_rows: False for a step that was only interrupted: its rows go back to waiting too.
+
         Returns:
-            The requests that ended: those of the plan's rows.
+            The requests that ended: those of the plan's rows, if they do.
         """
         self._claim(plan)
-        rows = {row.request_id for row in plan.rows}
+        rows = {row.request_id for row in plan.rows if ends_rows}
         running, self._running = self._running, []
         self.holdings = self._make_holdings()
         ended: list[Request] = []
         for request in running:
             request.forget_holdings()
+            request.rolling = None
             if request.status is not Status.CLOSING and request.request_id in rows:
                 request.finish = request.finish or FinishReason.ERROR
                 ended.append(request)
@@ -443,43 +493,9 @@ class Scheduler:
 
     def check(self) -> None:
         """Raise InvariantError unless the books agree with what the requests hold."""
-        self.holdings.check(self._running)
+        rows = self._plan.rows if self._plan is not None else ()
+        self.holdings.check(self._running, [export for row in rows for export in row.exports])
         if len(self._waiting) + len(self._running) != len(self._requests):
             raise InvariantError("a live request is in no queue")
         if not self._running and self.holdings.checkpoints.num_owned:
             raise InvariantError("nobody runs, and slots are still owned")
-
-
-class _Order(Iterator[Request]):
-    """Walks waiting and running requests in order, while admission and preemption move them between the lists.
-
-    A request is seen at most once: what is preempted during the walk waits for the next one.
-    """
-
-    def __init__(self, waiting: Sequence[Request], running: Sequence[Request]) -> None:
-        self.admitting = True  # set to False, it yields no more waiting requests
-        self._waiting = iter(tuple(waiting))
-        self._candidate = next(self._waiting, None)
-        self._running = running  # the live list: positions shift, orders do not
-        self._position = 0
-        self._last: tuple[int, int] | None = None
-
-    def __next__(self) -> Request:
-        running = self._next_running()
-        candidate = self._candidate if self.admitting else None
-        if candidate is not None and (running is None or candidate.order < running.order):
-            chosen, self._candidate = candidate, next(self._waiting, None)
-        elif running is not None:
-            chosen = running
-        else:
-            raise StopIteration
-        self._last = chosen.order
-        return chosen
-
-    def _next_running(self) -> Request | None:
-        while self._position < len(self._running):
-            request = self._running[self._position]
-            if self._last is None or request.order > self._last:
-                return request
-            self._position += 1
-        return None

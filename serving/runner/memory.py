@@ -107,7 +107,7 @@ def plan_memory(model: ModelConfig, request: MemoryRequest) -> MemoryPlan:
     """Split the memory, clamping what need not be and refusing what cannot be.
 
     Raises:
-        StartupError: weights and activations leave too little for even one sequence.
+        StartupError: weights and activations leave too little for even one sequence, or for the pools asked for.
     """
     item = _ITEM_BYTES[request.dtype]
     weights = sum(parameter_count(model)) * item
@@ -116,11 +116,9 @@ def plan_memory(model: ModelConfig, request: MemoryRequest) -> MemoryPlan:
     slot = state_bytes_per_slot(model, request.state_dtype, request.dtype) + model.hidden_size * item
     lane = request.window * lane_bytes_per_token(model, request.dtype)
     pool = request.pool_bytes or request.total_bytes - weights - activations
-    limit = request.max_model_len or model.max_position_embeddings
-    if limit > model.max_position_embeddings:
-        raise StartupError(
-            f"max_model_len must be at most the model's {model.max_position_embeddings}; got {limit}; lower it"
-        )
+    limit = request.max_model_len or model.context_length
+    if limit > model.context_length:
+        raise StartupError(f"max_model_len must be at most the model's {model.context_length}; got {limit}; lower it")
     shortest = limit if request.max_model_len else min(limit, request.block_size)
     least = -(-shortest // request.block_size) * block + block + 2 * slot + lane
     if pool < least:
@@ -131,6 +129,12 @@ def plan_memory(model: ModelConfig, request: MemoryRequest) -> MemoryPlan:
         )
     seqs = _clamp_seqs(request, pool, slot + lane, least - slot - lane)
     slots, blocks = _split(request, pool - seqs * lane, slot, block, seqs, limit)
+    asked = blocks * block + slots * slot + seqs * lane
+    if asked > pool and (request.num_blocks or request.num_slots):
+        raise StartupError(
+            f"{blocks - 1} blocks and {slots - 1} state slots need {describe_bytes(asked)} and {describe_bytes(pool)} "
+            "are there: lower num_blocks or num_state_slots, or give more memory"
+        )
     fits = (blocks - 1) * request.block_size
     if fits < limit and request.max_model_len:
         raise StartupError(
@@ -165,7 +169,9 @@ def _clamp_seqs(request: MemoryRequest, pool: int, per_seq: int, rest: int) -> i
 
 def _split(request: MemoryRequest, pool: int, slot: int, block: int, seqs: int, limit: int) -> tuple[int, int]:
     """Return slots and blocks, null ones included."""
-    most_blocks = _SPARE * seqs * -(-limit // request.block_size)
+    longest = -(-limit // request.block_size)
+    most_blocks = _SPARE * seqs * longest
+    kept = 1  # blocks that no slot may take the place of: one, or those of a sequence whose length was asked for
     if request.state_share:
         slots = int(pool * request.state_share) // slot
     else:
@@ -173,7 +179,8 @@ def _split(request: MemoryRequest, pool: int, slot: int, block: int, seqs: int, 
         per_request = _CHECKPOINTS_PER_REQUEST * slot + -(-mean // request.block_size) * block
         free = max(pool - (seqs + 1) * slot - block, 0)
         slots = seqs + 1 + _CHECKPOINTS_PER_REQUEST * free // per_request
-    slots = max(min(slots, seqs + 1 + most_blocks), seqs + 1)
+        kept = longest if request.max_model_len else 1
+    slots = max(min(slots, seqs + 1 + most_blocks, (pool - (kept + 1) * block) // slot), seqs + 1)
     if request.num_slots:
         slots = request.num_slots + 1
     blocks = request.num_blocks + 1 if request.num_blocks else min((pool - slots * slot) // block, most_blocks + 1)
@@ -207,7 +214,7 @@ def activation_bytes(model: ModelConfig, request: MemoryRequest) -> int:
     )
     layer = tokens * (4 * model.hidden_size + 3 * widest) * item
     chunk = tokens * model.num_linear_value_heads * (4 * 64 + 3 * model.linear_value_dim + 2 * model.linear_key_dim) * 4
-    length = request.max_model_len or model.max_position_embeddings
+    length = request.max_model_len or model.context_length
     scores = 64 * model.num_attention_heads * length * 4 + 2 * length * model.num_kv_heads * model.head_dim * item
     logits = 2 * request.max_num_seqs * request.window * model.vocab_size * 4
     return layer + chunk + scores + logits

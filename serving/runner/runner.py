@@ -7,7 +7,7 @@ every call, so a call that raises has lost it: `reset` starts again with empty p
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from gdn_jax.model import LanguageModel
 from gdn_jax.serving.core.errors import InvariantError
 from gdn_jax.serving.core.plan import Phase, RowPlan, RowResult, StepPlan, StepResult, TokenLogprobs
 from gdn_jax.serving.core.request import RequestId
+from gdn_jax.serving.runner.audit import TOLERANCE, Auditor, Recomputation
 from gdn_jax.serving.runner.buckets import Buckets
 from gdn_jax.serving.runner.inputs import BlockTables, build_advance, build_prefill, prefill_groups
 from gdn_jax.serving.runner.lanes import LaneSampling
@@ -73,7 +74,12 @@ class Runner:
     def reset(self) -> None:
         """Start with empty pools and lanes; requests stay known, since they may be run again from their tokens."""
         sizes = self._sizes
-        self._state: ModelState = make_state(
+        self._state = self._make_state(sizes)
+        self._tables = BlockTables(sizes.num_lanes, sizes.max_blocks)
+        self._lanes = LaneSampling(sizes.num_lanes)
+
+    def _make_state(self, sizes: PoolSizes) -> ModelState:
+        return make_state(
             self._config,
             num_slots=sizes.num_slots,
             num_pages=sizes.num_blocks,
@@ -83,13 +89,25 @@ class Runner:
             state_dtype=jnp.dtype(sizes.state_dtype),
             block_size=sizes.block_size,
         )
-        self._tables = BlockTables(sizes.num_lanes, sizes.max_blocks)
-        self._lanes = LaneSampling(sizes.num_lanes)
 
     @property
     def state(self) -> ModelState:
         """The device state between steps, for audits; the next step donates it."""
         return self._state
+
+    def make_auditor(self) -> Auditor:
+        """Return an auditor of these pools; it has a state of its own, with room for one sequence."""
+        sizes = self._sizes
+        own = replace(sizes, num_blocks=sizes.max_blocks + 1, num_slots=2, num_lanes=1)
+        recomputation = Recomputation(
+            self._static,
+            self._params,
+            self._make_state(own),
+            block_size=sizes.block_size,
+            max_blocks=sizes.max_blocks,
+        )
+        tolerance = TOLERANCE[str(self._dtype)]
+        return Auditor(lambda: self._state, recomputation, block_size=sizes.block_size, tolerance=tolerance)
 
     def add(self, request_id: RequestId, sampling: RequestSampling) -> None:
         """Make a request known before its first row."""

@@ -12,6 +12,7 @@ Gumbel-max: argmax(x + G), G standard Gumbel per token, is distributed as softma
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -68,10 +69,10 @@ class RowSampling:
 class TokenLogprobs:
     """Log probabilities before temperature and filters: of the chosen tokens, and of the likeliest ones in order."""
 
-    logprob: Float[Array, "*lead"]
-    rank: Int[Array, "*lead"]
-    top_ids: Int[Array, "*lead top"]
-    top_logprobs: Float[Array, "*lead top"]
+    logprob: Float[AnyArray, "*lead"]
+    rank: Int[AnyArray, "*lead"]
+    top_ids: Int[AnyArray, "*lead top"]
+    top_logprobs: Float[AnyArray, "*lead top"]
 
 
 def derive_seed(engine_seed: int, request_index: int) -> int:
@@ -90,7 +91,7 @@ def _hashed(kind: str, seed: int, index: int) -> int:
 
 
 def pack_rows(requests: Sequence[RowSampling], *, num_rows: int, num_banned: int) -> SamplingInputs:
-    """Pad requests to `num_rows` rows and `num_banned` banned ids each; padding rows are greedy.
+    """Pad requests to `num_rows` rows and `num_banned` banned ids each, as NumPy arrays; padding rows are greedy.
 
     Raises:
         ValueError: more requests, or more banned ids, than there is room for.
@@ -105,15 +106,16 @@ def pack_rows(requests: Sequence[RowSampling], *, num_rows: int, num_banned: int
     words = [divmod(row.seed % 2**64, 2**32) for row in rows]
     banned = [[*row.banned, *[-1] * (num_banned - len(row.banned))] for row in rows]
     most = np.iinfo(np.int32).max
-    return SamplingInputs(
-        temperature=jnp.asarray([_divisor(row.temperature) for row in rows], jnp.float32),
-        top_k=jnp.asarray([min(max(row.top_k, 0), most) for row in rows], jnp.int32),
-        top_p=jnp.asarray([row.top_p for row in rows], jnp.float32),
-        min_p=jnp.asarray([row.min_p for row in rows], jnp.float32),
-        seed=jnp.asarray(words, jnp.uint32).reshape(num_rows, 2),
-        banned=jnp.asarray(banned, jnp.int32).reshape(num_rows, num_banned),
-        banned_until=jnp.asarray([row.banned_until for row in rows], jnp.int32),
-    )
+    arrays: dict[str, Any] = {
+        "temperature": np.asarray([_divisor(row.temperature) for row in rows], np.float32),
+        "top_k": np.asarray([min(max(row.top_k, 0), most) for row in rows], np.int32),
+        "top_p": np.asarray([row.top_p for row in rows], np.float32),
+        "min_p": np.asarray([row.min_p for row in rows], np.float32),
+        "seed": np.asarray(words, np.uint32).reshape(num_rows, 2),
+        "banned": np.asarray(banned, np.int32).reshape(num_rows, num_banned),
+        "banned_until": np.asarray([row.banned_until for row in rows], np.int32),
+    }
+    return SamplingInputs(**arrays)
 
 
 def _divisor(temperature: int | float) -> float:

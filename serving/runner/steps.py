@@ -7,7 +7,7 @@ Each traces once per bucket: everything static is in the model's graph, `StepSta
 """
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from gdn_jax.kernels.anchors import NULL_SLOT
+from gdn_jax.kernels.anchors import NULL_SLOT, AnyArray
 from gdn_jax.serving.runner.sampling import (
     SamplingInputs,
     TokenLogprobs,
@@ -40,6 +40,13 @@ class StepStatic:
     num_valid_tokens: int
     num_top: int
 
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.graph, self.num_valid_tokens, self.num_top))
+
+    def __hash__(self) -> int:  # kept, since a call asks for it and a graph takes longer to hash than to launch
+        return self._hash
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +60,9 @@ class StepOutputs:
         logprobs: of `tokens`; zeros unless some row wants them.
     """
 
-    tokens: Int[Array, "rows"]
-    finite: Bool[Array, "rows"]
-    stored: Bool[Array, "rows boundaries"]
+    tokens: Int[AnyArray, "rows"]
+    finite: Bool[AnyArray, "rows"]
+    stored: Bool[AnyArray, "rows boundaries"]
     logprobs: TokenLogprobs
 
 
@@ -104,10 +111,14 @@ def _emit(
 ) -> StepOutputs:
     tokens = sample_tokens(logits, sampling, position, num_valid_tokens=static.num_valid_tokens)
     describe = partial(token_logprobs, logits, tokens, num_top=static.num_top, num_valid_tokens=static.num_valid_tokens)
-    nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(describe))
+
+    def nothing() -> TokenLogprobs:
+        """Return zeros in the shapes of a description, which the compiler does not compute for that."""
+        return jax.tree.map(jnp.zeros_like, describe())
+
     return StepOutputs(
         tokens=tokens,
         finite=samplable(logits, num_valid_tokens=static.num_valid_tokens),
         stored=stored,
-        logprobs=jax.lax.cond(wants_logprobs, describe, lambda: nothing),
+        logprobs=jax.lax.cond(wants_logprobs, describe, nothing),
     )

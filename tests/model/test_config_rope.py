@@ -56,7 +56,7 @@ def test_a_longer_native_limit_than_that_of_yarn_stands() -> None:
         ({"rope_scaling": {**YARN, "original_max_position_embeddings": 0}}, "original_max_position_embeddings"),
         ({"rope_scaling": {**YARN, "beta_fast": 1.0}}, "beta_fast"),
         ({"rope_scaling": "yarn"}, "rope_scaling"),
-        ({"rope_scaling": YARN, "rope_parameters": {"rope_type": "default"}}, "rope_parameters"),
+        ({"rope_scaling": YARN, "rope_parameters": {"rope_type": "default"}}, "rope_scaling must agree"),
     ],
 )
 def test_half_given_scaling_is_an_error_rather_than_ignored(changes: dict, named: str) -> None:

@@ -39,7 +39,8 @@ def test_an_empty_tensor_and_metadata_are_sound(tmp_path):
     assert list_tensors(tmp_path)["a"].shape == (0, 3)
 
 
-def test_shards_are_those_of_the_index_and_strays_are_left_out_with_a_warning(tmp_path, caplog):
+def test_shards_are_those_of_the_index_and_strays_are_left_out_and_named(tmp_path, caplog):
+    caplog.set_level("INFO")
     save_shards(tmp_path, TENSORS, SHARDS)
     save(tmp_path, {"a": np.full((2, 3), 9, np.float32)})
     found = TensorFiles(tmp_path).tensors

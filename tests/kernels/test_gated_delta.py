@@ -1,0 +1,229 @@
+"""The gated delta rule: every implementation against a float64 model, and its bit-level promises.
+
+Tolerances, relative to the largest expected value. float32: 1e-5, twenty times what sums over a few hundred float32
+tokens show. bfloat16 operands: 2e-2, since operands carry 8 bits and a chunk sums 64 products of them. Bit-level tests
+compare runs of one shape exactly.
+"""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracles import kernel_float64 as oracle
+
+from gdn_jax.kernels.anchors import AdvanceRows
+from gdn_jax.kernels.dispatch import Implementation
+from gdn_jax.kernels.gated_delta import DeltaInputs, gdn_advance, gdn_prefill
+from gdn_jax.kernels.gated_delta.cases import (
+    ADVANCE_TESTS,
+    CASES,
+    HEADS_TESTS,
+    PREFILL_TESTS,
+    AdvanceArguments,
+    AdvanceCase,
+    PrefillArguments,
+    PrefillCase,
+    Span,
+    make_advance,
+    make_prefill,
+)
+
+FLOAT32, BFLOAT16 = 1e-5, 2e-2
+EVERY = pytest.mark.parametrize("implementation", list(Implementation))
+
+
+def named(case: PrefillCase | AdvanceCase) -> str:
+    return case.name
+
+
+def prefill(args: PrefillArguments, implementation: Implementation) -> tuple[np.ndarray, np.ndarray]:
+    """Run a prefill; returns outputs and pool."""
+    out = gdn_prefill(args.q, args.inputs, args.rows, args.pool, implementation=implementation)
+    return np.asarray(out[0]), np.asarray(out[1])
+
+
+def advance(args: AdvanceArguments, implementation: Implementation) -> tuple[np.ndarray, np.ndarray]:
+    """Run an advance; returns outputs and pool."""
+    out = gdn_advance(args.q, args.new, args.replay, args.rows, args.pool, implementation=implementation)
+    return np.asarray(out[0]), np.asarray(out[1])
+
+
+def assert_close(got: np.ndarray, want: np.ndarray, tolerance: float) -> None:
+    """Compare relative to the largest expected magnitude; a NaN anywhere fails."""
+    error = np.abs(got.astype(np.float64) - want).max(initial=0.0)
+    assert error <= tolerance * np.abs(want).max(initial=1e-30), f"error {error}"
+
+
+def assert_stored(pool: np.ndarray, before: jax.Array, stored: dict[int, np.ndarray], tolerance: float) -> None:
+    """Slots in `stored` hold their states; every other slot, the null slot too, has the bits it had."""
+    assert pool.dtype == before.dtype
+    for slot, state in stored.items():
+        assert_close(pool[slot], state, tolerance)
+    untouched = [slot for slot in range(pool.shape[0]) if slot not in stored]
+    assert pool[untouched].tobytes() == np.asarray(before)[untouched].tobytes()
+
+
+def with_rows(args: PrefillArguments, **changes: object) -> PrefillArguments:
+    changed = {name: jnp.asarray(value, jnp.int32) for name, value in changes.items()}
+    return replace(args, rows=replace(args.rows, **changed))
+
+
+@EVERY
+class TestPrefill:
+    @pytest.mark.parametrize("case", [*PREFILL_TESTS, *HEADS_TESTS], ids=named)
+    def test_equals_the_float64_model_and_touches_nothing_else(
+        self, case: PrefillCase, implementation: Implementation
+    ) -> None:
+        args = make_prefill(case)
+        outputs, pool = prefill(args, implementation)
+        want, stored = oracle.delta_prefill(args.q, args.inputs, args.rows, args.pool)
+        assert_close(outputs, want, FLOAT32)
+        assert (outputs[np.asarray(args.rows.length).sum() :] == 0).all()
+        assert_stored(pool, args.pool, stored, FLOAT32)
+
+    def test_bfloat16_operands_stay_within_their_tolerance(self, implementation: Implementation) -> None:
+        args = make_prefill(replace(CASES["test/misaligned"], dtype="bfloat16"))
+        outputs, pool = prefill(args, implementation)
+        want, stored = oracle.delta_prefill(args.q, args.inputs, args.rows, args.pool)
+        assert outputs.dtype == jnp.bfloat16
+        assert_close(outputs, want, BFLOAT16)
+        assert_stored(pool, args.pool, stored, BFLOAT16)
+
+    def test_a_16_bit_pool_holds_the_float32_state_rounded_once(self, implementation: Implementation) -> None:
+        case = replace(CASES["test/lengths"], spans=(Span(0, 250), Span(0, 3)))
+        args = make_prefill(case)
+        outputs, pool = prefill(args, implementation)
+        outputs16, pool16 = prefill(replace(args, pool=args.pool.astype(jnp.bfloat16)), implementation)
+        assert outputs16.tobytes() == outputs.tobytes()
+        assert pool16.tobytes() == np.asarray(jnp.asarray(pool).astype(jnp.bfloat16)).tobytes()
+
+    @pytest.mark.parametrize("start", [0, 37])
+    @pytest.mark.parametrize("cut", [64, 128, 192])
+    def test_a_span_cut_on_the_grid_equals_the_whole_bit_for_bit(
+        self, start: int, cut: int, implementation: Implementation
+    ) -> None:
+        whole = make_prefill(replace(CASES["test/one-row"], spans=(Span(start, 250 - start),)))
+        outputs, pool = prefill(whole, implementation)
+        middle = int(whole.rows.export_slot[0, (cut - start // 64 * 64) // 64 - 1])
+        head, spare = cut - start, 15
+        first = with_rows(whole, length=[head, 0, 0, 0], write_slot=[spare, 0, 0, 0])
+        first_outputs, first_pool = prefill(first, implementation)
+        second = with_rows(
+            replace(whole, pool=jnp.asarray(first_pool)),
+            offset=[head, 0, 0, 0],
+            length=[250 - cut, 0, 0, 0],
+            start=[cut, 0, 0, 0],
+            read_slot=[spare, 0, 0, 0],
+            export_slot=np.zeros((4, 5)),
+        )
+        second_outputs, second_pool = prefill(second, implementation)
+        assert np.concatenate([first_outputs[:head], second_outputs[head:]]).tobytes() == outputs.tobytes()
+        end = int(whole.rows.write_slot[0])
+        assert second_pool[end].tobytes() == pool[end].tobytes()
+        assert first_pool[spare].tobytes() == pool[middle].tobytes(), "an export is the end of a prefill up to there"
+
+    def test_a_row_depends_on_neither_its_place_nor_its_neighbours(self, implementation: Implementation) -> None:
+        crowd = make_prefill(
+            replace(CASES["test/one-row"], spans=(Span(64, 30), Span(70, 90), Span(0, 0), Span(3, 40)))
+        )
+        outputs, pool = prefill(crowd, implementation)
+        rows = crowd.rows
+        for row, (begin, length) in enumerate([(0, 30), (30, 90), (120, 0), (120, 40)]):
+            alone_at = (row + 1) % 4  # another row, other packed tokens
+            tokens = np.r_[np.arange(256 - length), np.arange(begin, begin + length)] % 256
+            args = replace(crowd, q=crowd.q[tokens], inputs=jax.tree.map(lambda x, t=tokens: x[t], crowd.inputs))
+            only = {name: np.zeros(np.shape(value), np.int32) for name, value in vars(rows).items()}
+            for name, value in vars(rows).items():
+                only[name][alone_at] = value[row]
+            only["offset"][:] = 256 - length
+            alone_outputs, alone_pool = prefill(with_rows(args, **only), implementation)
+            assert alone_outputs[256 - length :].tobytes() == outputs[begin : begin + length].tobytes()
+            for slot in {int(rows.write_slot[row]), *np.asarray(rows.boundaries()[1])[row].tolist()} - {0}:
+                assert alone_pool[slot].tobytes() == pool[slot].tobytes()
+
+    def test_small_decays_after_a_strong_one_keep_their_precision(self, implementation: Implementation) -> None:
+        args = make_prefill(CASES["test/one-row"])
+        g = jnp.full_like(args.inputs.g, -0.03).at[::16].set(-1e4)
+        args = replace(args, inputs=replace(args.inputs, g=g))
+        outputs, _ = prefill(args, implementation)
+        want, _ = oracle.delta_prefill(args.q, args.inputs, args.rows, args.pool)
+        assert_close(outputs, want, FLOAT32)  # differences of plain running sums err by 1e-3 here
+
+
+@EVERY
+class TestAdvance:
+    @pytest.mark.parametrize("case", ADVANCE_TESTS, ids=named)
+    def test_equals_the_float64_model_and_touches_nothing_else(
+        self, case: AdvanceCase, implementation: Implementation
+    ) -> None:
+        args = make_advance(case)
+        outputs, pool = advance(args, implementation)
+        want, stored = oracle.delta_advance(args.q, args.new, args.replay, args.rows, args.pool)
+        assert_close(outputs, want, FLOAT32)
+        assert (outputs[~np.asarray(args.rows.is_new(case.window))] == 0).all()
+        assert_stored(pool, args.pool, stored, FLOAT32)
+
+    def test_bfloat16_inputs_and_a_float16_pool_round_only_inputs_outputs_and_slots(
+        self, implementation: Implementation
+    ) -> None:
+        args = make_advance(replace(CASES["test/advance/verify"], dtype="bfloat16", state_dtype="float16"))
+        outputs, pool = advance(args, implementation)
+        want, stored = oracle.delta_advance(args.q, args.new, args.replay, args.rows, args.pool)
+        assert outputs.dtype == jnp.bfloat16
+        assert_close(outputs, want, 2.0**-8)  # one rounding to 8 bits at the end
+        assert_stored(pool, args.pool, stored, 2.0**-10)  # one rounding to 11 bits at the slot
+
+    def test_a_row_depends_on_neither_its_place_nor_its_neighbours(self, implementation: Implementation) -> None:
+        args = make_advance(CASES["test/advance/verify"])
+        outputs, pool = advance(args, implementation)
+        order = np.array([3, 5, 0, 4, 2, 1])
+        moved = replace(jax.tree.map(lambda x: x[order], args), pool=args.pool)
+        moved_outputs, moved_pool = advance(moved, implementation)
+        assert moved_outputs.tobytes() == outputs[order].tobytes()
+        assert moved_pool.tobytes() == pool.tobytes()
+
+    def test_decoding_with_rejected_drafts_gives_the_states_and_outputs_of_a_prefill(
+        self, implementation: Implementation
+    ) -> None:
+        args = make_prefill(replace(CASES["test/one-row"], spans=(Span(0, 80),)))
+        want, stored = oracle.delta_prefill(args.q, args.inputs, args.rows, args.pool)
+        at_64, end = int(args.rows.export_slot[0, 0]), int(args.rows.write_slot[0])
+        outputs, pool = decode_with_drafts(args, num_tokens=80, implementation=implementation)
+        assert_close(outputs, want[:80], FLOAT32)
+        assert_close(pool[1], stored[end], FLOAT32)
+        assert_close(pool[2], stored[at_64], FLOAT32)
+        assert np.isnan(pool[[0, 3]]).all()
+
+
+def decode_with_drafts(
+    args: PrefillArguments, *, num_tokens: int, implementation: Implementation
+) -> tuple[np.ndarray, np.ndarray]:
+    """Run row 0's tokens in windows of up to 4, of which only some are kept; save at 64; end with a closing row."""
+    rng = np.random.default_rng(3)
+    q, inputs = np.asarray(args.q), {name: np.asarray(x) for name, x in vars(args.inputs).items()}
+    pool = jnp.full((4, *args.pool.shape[1:]), jnp.nan)
+    replay, folded, num_replay, done, outputs = None, 0, 0, 0, []
+    while True:
+        num_new = min(4, num_tokens - done)
+        window = (done + np.arange(4)) % 256
+        new = DeltaInputs(**{name: jnp.asarray(x[window][None]) for name, x in inputs.items()})
+        counts = {
+            "read_slot": [int(folded > 0)],
+            "write_slot": [1],
+            "save_slot": [2],
+            "save_at": [64],
+            "folded": [folded],
+            "num_replay": [num_replay],
+            "num_new": [num_new],
+        }
+        rows = AdvanceRows(**{name: jnp.asarray(value, jnp.int32) for name, value in counts.items()})
+        step = AdvanceArguments(q=jnp.asarray(q[window][None]), new=new, replay=replay or new, rows=rows, pool=pool)
+        out, stored = advance(step, implementation)
+        pool = jnp.asarray(stored)
+        if num_new == 0:
+            return np.concatenate(outputs), stored
+        kept = int(rng.integers(1, num_new + 1))
+        outputs.append(out[0, :kept])
+        folded, num_replay, done, replay = folded + num_replay, kept, done + kept, new

@@ -1,0 +1,171 @@
+"""The gated delta rule against recorded float64 values, every implementation.
+
+Tolerance: 1e-4 of the largest expected value, in float32 (repeated keys condition the triangular inverse; usual cases
+stay below 1e-6). Tokens past a case's end are NaN.
+"""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracles.golden_kernels import golden_arrays
+
+from gdn_jax.kernels.anchors import AdvanceRows, PrefillRows
+from gdn_jax.kernels.dispatch import Implementation
+from gdn_jax.kernels.gated_delta import DeltaInputs, gdn_advance, gdn_prefill
+from gdn_jax.kernels.gated_delta.inputs import l2_normalize
+
+TOLERANCE = 1e-4
+EVERY = pytest.mark.parametrize("implementation", list(Implementation))
+CASES = (
+    "len1",
+    "len2",
+    "len63",
+    "len64",
+    "len65",
+    "len128",
+    "len200",
+    "no_h0",
+    "equal_heads",
+    "group4_dk16_dv24",
+    "real_heads",
+    "no_l2norm",
+    "zero_decay",
+    "decay_50",
+    "decay_underflow",
+    "decay_mixed",
+    "beta_zero",
+    "beta_one",
+    "beta_01",
+    "same_key",
+    "same_key_beta09",
+    "keys_1e4",
+    "keys_1e-4",
+    "keys_zero",
+    "values_1e3",
+    "verify4",
+    "long",
+)
+COMMON_TOKENS, COMMON_ROWS = 400, 5  # what cases of 2 and 4 heads of width 16 are padded to: one compilation for all
+
+
+class Golden:
+    """Arrays of one named case."""
+
+    def __init__(self, folder: Path, prefix: str) -> None:
+        self.arrays = golden_arrays(folder, prefix)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.arrays
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self.arrays[name]
+
+    def queries_and_inputs(self, shape: tuple[int, ...]) -> tuple[jax.Array, DeltaInputs]:
+        """Return scaled q and the other inputs as `[*shape, ...]`, NaN past their end; q, k normalised if so marked."""
+        length = int(np.prod(self["g"].shape[:-1]))
+
+        def padded(name: str) -> jax.Array:
+            width = self[name].shape[self["g"].ndim - 1 :]
+            x = np.full((int(np.prod(shape)), *width), np.nan, np.float32)
+            x[:length] = self[name].reshape(length, *width)
+            return jnp.asarray(x.reshape(*shape, *width))
+
+        q, k, scale = padded("q"), padded("k"), self["k"].shape[-1] ** -0.5
+        if "l2norm" not in self or self["l2norm"][0] == 1:
+            q, k = l2_normalize(q, scale), l2_normalize(k)
+        else:
+            q = q * scale
+        return q, DeltaInputs(k=k, v=padded("v"), g=padded("g"), beta=padded("beta"))
+
+    def pool(self, num_rows: int, num_slots: int) -> jax.Array:
+        """Return states as stored, h0 of row i at slot 1 + i, NaN elsewhere."""
+        shape = (num_slots, self["v"].shape[-2], self["v"].shape[-1], self["k"].shape[-1])
+        pool = np.full(shape, np.nan, np.float32)
+        if "h0" in self:
+            pool[1 : 1 + num_rows] = self["h0"].swapaxes(-1, -2)
+        return jnp.asarray(pool)
+
+
+def int32(values: object) -> jax.Array:
+    return jnp.asarray(values, jnp.int32)
+
+
+def assert_close(got: np.ndarray, want: np.ndarray) -> None:
+    assert np.abs(got.astype(np.float64) - want).max() <= TOLERANCE * np.abs(want).max()
+
+
+def check_packed(case: Golden, lengths: np.ndarray, implementation: Implementation) -> None:
+    """Prefill packed sequences in place and compare outputs and final states."""
+    num_tokens, num_rows = int(lengths.sum()), len(lengths)
+    is_common = (*case["k"].shape[-2:], *case["v"].shape[-2:]) == (2, 16, 4, 16)
+    shape = (COMMON_TOKENS, COMMON_ROWS) if is_common else (num_tokens, num_rows)
+    q, inputs = case.queries_and_inputs((shape[0],))
+    fields = np.zeros((5, shape[1]), np.int32)  # offset, length, start, read slot, write slot
+    slot = 1 + np.arange(num_rows)
+    fields[:, :num_rows] = np.cumsum(lengths) - lengths, lengths, 0 * lengths, slot * ("h0" in case), slot
+    offset, length, start, read_slot, write_slot = map(jnp.asarray, fields)
+    rows = PrefillRows(
+        offset=offset,
+        length=length,
+        start=start,
+        read_slot=read_slot,
+        write_slot=write_slot,
+        export_slot=jnp.zeros((shape[1], 0), jnp.int32),
+    )
+    pool = case.pool(num_rows, 1 + shape[1])
+    outputs, pool = gdn_prefill(q, inputs, rows, pool, implementation=implementation)
+    assert_close(np.asarray(outputs)[:num_tokens], case["o"].reshape(num_tokens, *case["o"].shape[-2:]))
+    assert_close(np.asarray(pool)[slot].swapaxes(-1, -2), case["hT"])
+
+
+@EVERY
+@pytest.mark.parametrize("name", CASES)
+def test_prefill_equals_recorded_values(golden_folder: Path, name: str, implementation: Implementation) -> None:
+    case = Golden(golden_folder, f"gdr.{name}.")
+    check_packed(case, np.full(case["g"].shape[0], case["g"].shape[1]), implementation)
+
+
+@EVERY
+def test_packed_sequences_equal_recorded_values(golden_folder: Path, implementation: Implementation) -> None:
+    case = Golden(golden_folder, "varlen.varlen.")
+    check_packed(case, np.diff(case["cu_seqlens"]), implementation)
+
+
+@EVERY
+@pytest.mark.parametrize("num_replay", [0, 1, 3, 4])
+def test_advance_equals_recorded_values_for_every_split_into_replay_and_new_tokens(
+    golden_folder: Path, num_replay: int, implementation: Implementation
+) -> None:
+    case = Golden(golden_folder, "gdr.verify4.")
+    q, inputs = case.queries_and_inputs((2, 4))
+    num_new = 4 - num_replay
+    shift = (np.arange(4) + num_replay) % 4  # new tokens first in their window
+    rows = AdvanceRows(
+        read_slot=int32([1, 2]),
+        write_slot=int32([3, 2]),
+        save_slot=int32([4, 5]),
+        save_at=int32([100 + num_replay, 64]),
+        folded=int32([100, 62]),
+        num_replay=int32([num_replay] * 2),
+        num_new=int32([num_new] * 2),
+    )
+    new = jax.tree.map(lambda x: x[:, shift], inputs)
+    outputs, pool = gdn_advance(q[:, shift], new, inputs, rows, case.pool(2, 6), implementation=implementation)
+    states = np.asarray(pool).swapaxes(-1, -2)
+    h_all = np.concatenate([case["h0"][:, None], case["h_all"]], axis=1)  # entry i: after i tokens
+
+    assert (np.asarray(outputs)[:, num_new:] == 0).all()
+    if num_new:
+        assert_close(np.asarray(outputs)[:, :num_new], case["o"][:, num_replay:])
+    assert_close(states[[3, 2]], h_all[:, num_replay])
+    if num_replay > 0:
+        assert_close(states[4], h_all[0, num_replay])
+    else:
+        assert np.isnan(states[4]).all()
+    if num_replay >= 2:
+        assert_close(states[5], h_all[1, 2])
+    else:
+        assert np.isnan(states[5]).all()

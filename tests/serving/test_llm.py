@@ -1,0 +1,167 @@
+"""The Python API: what comes back, streams beside calls, and bad input that leaves nothing behind."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from oracles.engine_rig import TINY, greedy, make_llm
+
+from gdn_jax import LLM, SamplingParams
+from gdn_jax.errors import ConfigError
+from gdn_jax.model import load_model
+from gdn_jax.serving.core.errors import (
+    InvalidParameterError,
+    InvalidPromptError,
+    PromptTooLongError,
+    RequestError,
+    StartupError,
+)
+
+PROMPT = [5, 80, 7, 12, 200, 31, 31, 9]
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return make_llm()
+
+
+def test_one_prompt_and_a_list_of_prompts_come_back_in_order(llm):
+    alone = [llm.generate(text, greedy(), use_tqdm=False)[0] for text in ("one", "two")]
+    both = llm.generate(["one", "two"], greedy(), use_tqdm=False)
+    assert [o.prompt for o in both] == ["one", "two"]
+    assert [o.outputs[0].token_ids for o in both] == [o.outputs[0].token_ids for o in alone]
+    assert all(o.finished and o.outputs[0].finish_reason == "length" for o in both)
+
+
+def test_text_ids_and_dicts_of_either_are_the_same_prompt(llm):
+    ids = llm.get_tokenizer().encode("hello")
+    forms = ["hello", ids, np.asarray(ids), {"prompt": "hello"}, {"prompt_token_ids": ids}]
+    outputs = [llm.generate(form, greedy(), use_tqdm=False)[0] for form in forms]
+    assert [o.prompt_token_ids for o in outputs] == [ids] * len(forms)
+    assert len({tuple(o.outputs[0].token_ids) for o in outputs}) == 1
+
+
+def test_log_probabilities_are_those_of_the_models_logits(llm):
+    (output,) = llm.generate([PROMPT], greedy(4, logprobs=3), use_tqdm=False)
+    done = output.outputs[0]
+    logits = np.asarray(load_model(TINY, dtype="float32").logits([*PROMPT, *done.token_ids]), np.float64)
+    expected = logits - np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1, keepdims=True))
+    expected -= logits.max(-1, keepdims=True)
+    for place, (token, report) in enumerate(zip(done.token_ids, done.logprobs, strict=True)):
+        row = expected[len(PROMPT) - 1 + place]
+        assert len(report) == 3
+        for candidate, found in report.items():
+            assert found.logprob == pytest.approx(row[candidate], abs=1e-3)  # float32 logits of size 10
+        assert report[token].rank == 1
+    chosen = [report[token].logprob for token, report in zip(done.token_ids, done.logprobs, strict=True)]
+    assert done.cumulative_logprob == pytest.approx(sum(chosen))
+
+
+def test_several_completions_differ_by_seed_and_repeat_with_it(llm):
+    params = SamplingParams(n=3, temperature=1.5, seed=7, max_tokens=8, ignore_eos=True)
+    first, second = (llm.generate([PROMPT], params, use_tqdm=False)[0] for _ in range(2))
+    answers = [tuple(done.token_ids) for done in first.outputs]
+    assert [done.index for done in first.outputs] == [0, 1, 2]
+    assert len(set(answers)) == 3
+    assert answers == [tuple(done.token_ids) for done in second.outputs]
+
+
+def test_a_stop_string_cuts_the_text_and_is_named(llm):
+    whole = llm.generate([PROMPT], greedy(12), use_tqdm=False)[0].outputs[0].text
+    stop = whole[3:5]
+    cut = llm.generate([PROMPT], greedy(12, stop=stop), use_tqdm=False)[0].outputs[0]
+    assert (cut.text, cut.finish_reason, cut.stop_reason) == (whole[: whole.index(stop)], "stop", stop)
+    kept = llm.generate([PROMPT], greedy(12, stop=stop, include_stop_str_in_output=True), use_tqdm=False)[0].outputs[0]
+    assert kept.text == whole[: whole.index(stop) + len(stop)]
+
+
+def test_a_stop_token_ends_the_answer_and_min_tokens_forbids_it_before(llm):
+    tokens = llm.generate([PROMPT], greedy(6), use_tqdm=False)[0].outputs[0].token_ids
+    stop = tokens[2]
+    done = llm.generate([PROMPT], greedy(6, stop_token_ids=[stop]), use_tqdm=False)[0].outputs[0]
+    first = tokens.index(stop)
+    assert (done.token_ids, done.finish_reason, done.stop_reason) == (tokens[: first + 1], "stop", stop)
+    later = llm.generate([PROMPT], greedy(6, stop_token_ids=[stop], min_tokens=5), use_tqdm=False)[0].outputs[0]
+    assert stop not in later.token_ids[:4]
+
+
+def test_streamed_text_grows_to_the_generated_text(llm):
+    whole = llm.generate([PROMPT], greedy(12), use_tqdm=False)[0]
+    parts = list(llm.stream(PROMPT, greedy(12)))
+    texts = [part.outputs[0].text for part in parts]
+    assert all(later.startswith(earlier) for earlier, later in pairwise(texts))
+    assert parts[-1].outputs[0].text == whole.outputs[0].text
+    assert [part.finished for part in parts] == [False] * (len(parts) - 1) + [True]
+
+
+def test_two_streams_and_a_call_in_between_lose_nothing(llm):
+    alone = {text: llm.generate(text, greedy(10), use_tqdm=False)[0].outputs[0].token_ids for text in ("a", "b", "c")}
+    first, second = llm.stream("a", greedy(10)), llm.stream("b", greedy(10))
+    next(first), next(second), next(first)
+    (third,) = llm.generate("c", greedy(10), use_tqdm=False)
+    found = {"a": list(first)[-1], "b": list(second)[-1], "c": third}
+    assert {name: output.outputs[0].token_ids for name, output in found.items()} == alone
+
+
+def test_a_chat_is_rendered_and_its_next_turn_hits_what_both_turns_share(llm):
+    turn = [{"role": "user", "content": "The river ran past the mill. " * 6}]
+    (first,) = llm.chat(turn, greedy(8), use_tqdm=False)
+    assert first.prompt.startswith("<|im_start|>user")
+    turn += [{"role": "assistant", "content": "Yes."}, {"role": "user", "content": "And then?"}]
+    (second,) = llm.chat(turn, greedy(8), use_tqdm=False)
+    shared = next(
+        i for i, (a, b) in enumerate(zip(first.prompt_token_ids, second.prompt_token_ids, strict=False)) if a != b
+    )
+    assert second.num_cached_tokens == shared // 64 * 64 > 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "error", "words"),
+    [
+        ("", InvalidPromptError, "at least one token"),
+        ([], InvalidPromptError, "at least one token"),
+        ([1, -1], InvalidPromptError, "0..319"),
+        ([1, 320], InvalidPromptError, "320"),
+        ([1, True], InvalidPromptError, "integers"),
+        ({"prompt_token_ids": [1, 2.5]}, InvalidPromptError, "2.5"),
+        ({"prompt": "a", "prompt_token_ids": [1]}, InvalidPromptError, "exactly one"),
+        ("\ud800", InvalidPromptError, None),
+        ([3] * 512, PromptTooLongError, "512"),
+        ([3] * 505, PromptTooLongError, "505"),
+    ],
+    ids=repr,
+)
+def test_a_bad_prompt_is_refused_by_name_and_its_neighbour_never_runs(llm, prompt, error, words):
+    before = llm.stats()
+    with pytest.raises(error, match=words):
+        llm.generate([PROMPT, prompt], greedy(8), use_tqdm=False)
+    after = llm.stats()
+    assert (after.steps, after.waiting, after.running) == (before.steps, 0, 0)
+
+
+def test_bad_parameters_are_refused_and_the_engine_goes_on(llm):
+    with pytest.raises(InvalidParameterError, match="one entry per prompt"):
+        llm.generate(["a", "b"], [greedy()], use_tqdm=False)
+    with pytest.raises(InvalidParameterError, match="vocabulary"):
+        llm.generate(["a"], greedy(stop_token_ids=[320]), use_tqdm=False)
+    with pytest.raises(InvalidParameterError, match="max_tokens"):
+        SamplingParams(max_tokens=0)
+    with pytest.raises(InvalidParameterError, match="temperature"):
+        SamplingParams(temperature=float("nan"))
+    with pytest.raises(TypeError, match="temperature"):
+        SamplingParams(temprature=1)
+    assert issubclass(RequestError, ValueError)
+    assert llm.generate(["a"], greedy(), use_tqdm=False)[0].finished
+
+
+def test_a_start_that_cannot_be_is_refused_with_the_remedy(tmp_path):
+    with pytest.raises(TypeError, match="max_model_len"):
+        LLM(str(TINY), max_model_length=5)
+    with pytest.raises(ConfigError, match="no-such"):
+        LLM(str(tmp_path / "no-such"))
+    with pytest.raises(ValueError, match="state_interval"):
+        LLM(str(TINY), state_interval=100)
+    with pytest.raises(StartupError, match="max_model_len"):
+        LLM(str(TINY), max_model_len=10**6, use_tqdm=False)
+    with pytest.raises(ValueError, match="tensor_parallel_size"):
+        LLM(str(TINY), tensor_parallel_size=2)

@@ -1,0 +1,156 @@
+"""The memory plan: bytes as counted by hand, all of the memory used, and clear words where it is too little."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from oracles.engine_rig import TINY
+
+from gdn_jax.config import ModelConfig
+from gdn_jax.serving.core.errors import StartupError
+from gdn_jax.serving.runner.memory import MemoryPlan, MemoryRequest, describe_bytes, plan_memory
+
+MODEL = ModelConfig.from_folder(TINY)
+# By hand, float32: one attention layer and the MTP head's, keys and values of 2 heads of 32; three GDN layers with a
+# state of 4 x 16 x 16 and three convolution inputs of 128; a hidden vector of 48.
+BLOCK = 64 * 2 * 2 * 2 * 32 * 4
+SLOT = 3 * (4 * 16 * 16 + 3 * 128) * 4 + 48 * 4
+# Per layer the raw convolution input, k, v, and g and beta of 4 heads.
+LANE = 3 * (128 + 2 * 16 + 4 * 16 + 2 * 4) * 4 + 48 * 4
+MIB = 1 << 20
+
+
+def request(**changes: Any) -> MemoryRequest:
+    settings: dict[str, Any] = {
+        "total_bytes": 0,
+        "pool_bytes": 8 * MIB,
+        "dtype": "float32",
+        "state_dtype": "float32",
+        "max_model_len": 512,
+        "max_num_seqs": 4,
+        "budget": 256,
+        "window": 1,
+        "block_size": 64,
+    }
+    return MemoryRequest(**settings | changes)
+
+
+def used(plan: MemoryPlan) -> int:
+    return plan.num_blocks * BLOCK + plan.num_slots * SLOT + plan.max_num_seqs * LANE
+
+
+def test_bytes_per_block_slot_and_lane_are_those_counted_by_hand() -> None:
+    plan = plan_memory(MODEL, request())
+    assert (plan.block_bytes, plan.slot_bytes, plan.lane_bytes) == (BLOCK, SLOT, LANE)
+    assert plan.pool_bytes == used(plan)
+    half = plan_memory(MODEL, request(dtype="bfloat16"))
+    assert (half.block_bytes, half.slot_bytes) == (BLOCK // 2, 3 * (4 * 16 * 16 * 4 + 3 * 128 * 2) + 48 * 2)
+
+
+@given(
+    st.integers(3, 400),
+    st.integers(1, 40),
+    st.sampled_from([0, 64, 100, 512, 4096]),
+    st.sampled_from([0.0, 0.2, 0.9]),
+)
+def test_a_plan_fits_its_memory_and_serves_at_least_one_longest_sequence(
+    quarters: int, seqs: int, length: int, share: float
+) -> None:
+    pool = quarters * MIB // 4
+    try:
+        plan = plan_memory(MODEL, request(pool_bytes=pool, max_num_seqs=seqs, max_model_len=length, state_share=share))
+    except StartupError:
+        # Only where what the states leave is too little for the sequence.
+        assert (-(-length // 64) + 2) * BLOCK > pool * (1 - share) - (seqs + 2) * (SLOT + LANE)
+        return
+    assert used(plan) <= pool
+    assert 1 <= plan.max_num_seqs <= min(seqs, plan.num_slots - 1)
+    assert plan.num_longest >= 1
+    assert plan.max_model_len == (length or min(4096, (plan.num_blocks - 1) * 64))
+
+
+def test_what_weights_and_activations_leave_goes_to_the_pools() -> None:
+    small, large = (plan_memory(MODEL, request(pool_bytes=0, total_bytes=total * MIB)) for total in (6, 12))
+    assert used(small) <= 6 * MIB - small.weight_bytes - small.activation_bytes
+    assert large.num_blocks > small.num_blocks
+    assert large.num_slots > small.num_slots
+
+
+def test_pools_stop_growing_where_nothing_would_ever_fill_them() -> None:
+    plan = plan_memory(MODEL, request(pool_bytes=4096 * MIB))
+    assert plan.num_blocks == 4 * 4 * 8 + 1
+    assert used(plan) < 32 * MIB
+
+
+def test_more_running_requests_than_slots_are_clamped_with_a_warning_that_says_the_number(caplog: Any) -> None:
+    plan = plan_memory(MODEL, request(num_slots=5, max_num_seqs=16))
+    assert (plan.max_num_seqs, plan.num_slots) == (5, 6)
+    assert "max_num_seqs is 5 instead of 16" in caplog.text
+    caplog.clear()
+    tight = plan_memory(MODEL, request(pool_bytes=9 * BLOCK + 4 * (SLOT + LANE), max_num_seqs=16))
+    assert tight.max_num_seqs == 3  # beside the blocks of one sequence, and the null block and slot
+    assert "max_num_seqs is 3 instead of 16" in caplog.text
+
+
+def test_a_sequence_that_does_not_fit_is_refused_with_the_numbers() -> None:
+    with pytest.raises(StartupError, match=r"one sequence of 512 tokens needs .* are left: lower max_model_len, or"):
+        plan_memory(MODEL, request(pool_bytes=8 * BLOCK))
+    with pytest.raises(StartupError, match=r"512 tokens needs 8 blocks and 3 fit: lower max_model_len"):
+        plan_memory(MODEL, request(num_blocks=3))
+
+
+def test_a_gpu_too_small_for_the_weights_is_refused_before_anything_loads() -> None:
+    with pytest.raises(StartupError, match=r"beside .* of weights and .* of activations; 0 B are left"):
+        plan_memory(MODEL, request(pool_bytes=0, total_bytes=1000))
+
+
+def test_a_length_beyond_the_models_is_refused() -> None:
+    with pytest.raises(StartupError, match="max_model_len must be at most the model's 4096; got 4097"):
+        plan_memory(MODEL, request(max_model_len=4097))
+
+
+def test_pools_given_by_hand_that_do_not_fit_are_refused_before_anything_loads() -> None:
+    plan = plan_memory(MODEL, request(num_blocks=16, num_slots=6))
+    assert (plan.num_blocks, plan.num_slots) == (17, 7)
+    for much in ({"num_slots": 100_000}, {"num_blocks": 100_000}):
+        with pytest.raises(StartupError, match=r"need .* and 8.00 MiB are there: lower num_blocks or num_state_slots"):
+            plan_memory(MODEL, request(**much))
+
+
+def test_a_context_that_does_not_fit_is_cut_with_a_warning_unless_it_was_asked_for(caplog: Any) -> None:
+    plan = plan_memory(MODEL, request(pool_bytes=MIB, max_model_len=0))
+    assert plan.max_model_len == (plan.num_blocks - 1) * 64 < 4096
+    assert f"max_model_len is {plan.max_model_len}: the model's 4096 tokens do not fit" in caplog.text
+
+
+def test_a_larger_share_for_states_gives_more_slots_and_fewer_blocks() -> None:
+    few, many = (plan_memory(MODEL, request(pool_bytes=2 * MIB, state_share=share)) for share in (0.1, 0.7))
+    assert many.num_slots > few.num_slots
+    assert many.num_blocks < few.num_blocks
+
+
+def test_no_head_means_no_pages_for_it() -> None:
+    plan = plan_memory(replace(MODEL, num_mtp_layers=0), request())
+    assert plan.block_bytes == BLOCK // 2
+
+
+def test_the_description_names_bytes_of_a_block_a_slot_and_all() -> None:
+    text = "\n".join(plan_memory(MODEL, request(num_blocks=32, num_slots=9)).lines())
+    for part in (
+        "32 blocks of 64 tokens (2048 tokens), 64.00 KiB each, 2.06 MiB in all",
+        "9 slots, 16.69 KiB each",
+        "4 sequences of 512 tokens fit at once",
+    ):
+        assert part in text
+
+
+def test_sizes_are_described_in_the_largest_unit_below_them() -> None:
+    assert [describe_bytes(size) for size in (0, 1023, 1024, 3 << 19, 5 << 30)] == [
+        "0 B",
+        "1023 B",
+        "1.00 KiB",
+        "1.50 MiB",
+        "5.00 GiB",
+    ]
