@@ -1,4 +1,4 @@
-"""Measure the model alone on a CPU: decode at two lengths of context, traces within a padded length, prefill.
+"""Measure the model on a CPU: decode at two lengths of context, what is traced again, prefill.
 
     JAX_PLATFORMS=cpu python -m benchmarks.model_cpu
 
@@ -10,7 +10,8 @@ first and reports no number if they are wrong.
 import logging
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from benchmarks.results_file import ResultRow, write_results
+from gdn_jax import LLM, SamplingParams
 from gdn_jax.config import ModelConfig
 from gdn_jax.decoder import Decoder
 from gdn_jax.kernels.anchors import AdvanceRows, PrefillRows
@@ -207,22 +209,51 @@ class DecodeAtTwoContexts:
         ]
 
 
-def traces_within_a_padded_length(model: LanguageModel, golden: dict[str, np.ndarray]) -> list[ResultRow]:
-    """Count how often the decoder is traced for prompts of many lengths that are padded alike."""
-    original, traced = Decoder.prefill, []
+@contextmanager
+def counted_traces() -> Iterator[list[str]]:
+    """Give a list that grows by a name whenever the decoder is traced, which is once per program compiled."""
+    traced: list[str] = []
 
-    def counting(self: Decoder, batch: PrefillBatch, state: ModelState) -> Any:
-        traced.append(batch.token_ids.shape)
-        return original(self, batch, state)
+    def counting(name: str) -> Callable[..., Any]:
+        original = getattr(Decoder, name)
 
+        def traced_call(self: Decoder, batch: Any, state: ModelState) -> Any:
+            traced.append(name)
+            return original(self, batch, state)
+
+        return traced_call
+
+    with patch.multiple(Decoder, prefill=counting("prefill"), advance=counting("advance")):
+        yield traced
+
+
+def traces_of_logits(model: LanguageModel, golden: dict[str, np.ndarray]) -> ResultRow:
+    """Count traces over prompts of many lengths that are padded alike, the first one's included."""
     case, error = "model/tiny-hybrid/logits/65-to-130", 0.0
-    with patch.object(Decoder, "prefill", counting):
+    with counted_traces() as traced:
         for length in range(65, 131, 5):
             logits = np.asarray(model.logits(golden["ids"][:length]))
             error = max(error, checked(case, logits, golden["logits"][:length]))
-    return [
-        ResultRow(case=case, metric="traces", value=len(traced), unit="1", implementation="ours", error=error),
-    ]
+    return ResultRow(case=case, metric="traces", value=len(traced), unit="1", implementation="ours", error=error)
+
+
+def traces_of_the_engine(model: LanguageModel) -> ResultRow:
+    """Count traces over prompts of many lengths within a bucket, after one prompt has compiled what they need."""
+    llm = LLM(str(_TINY), dtype="float32", max_model_len=512, max_num_seqs=1, use_tqdm=False)
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    prompts = [[length] * length for length in (1, 2, 17, 31, 32, 33, 50, 64)]
+    case = "model/tiny-hybrid/engine/1-to-64"
+    with counted_traces() as traced:
+        llm.generate([[5] * 10], params, use_tqdm=False)
+        num_first = len(traced)
+        outputs = [llm.generate([prompt], params, use_tqdm=False)[0] for prompt in prompts]
+    if not num_first:
+        raise SystemExit(f"{case}: the first prompt must be traced, else nothing is counted; got none: no count")
+    for prompt, output in zip(prompts, outputs, strict=True):
+        if output.outputs[0].token_ids[0] != int(model.logits(prompt)[-1].argmax()):
+            raise SystemExit(f"{case}: the engine chooses another token after {len(prompt)} tokens: no count")
+    more = len(traced) - num_first
+    return ResultRow(case=case, metric="more traces", value=more, unit="1", implementation="ours", error=0.0)
 
 
 def prefill_throughput(
@@ -262,7 +293,8 @@ def main() -> None:
     model = load_model(_TINY, dtype="float32")
     rows = [
         *DecodeAtTwoContexts().measure(options.decode_steps),
-        *traces_within_a_padded_length(model, golden),
+        traces_of_logits(model, golden),
+        traces_of_the_engine(model),
         *prefill_throughput(model, golden, num_tokens=options.prefill_tokens, repeats=options.prefill_runs),
     ]
     for row in rows:
