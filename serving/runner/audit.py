@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
-import jax
 import numpy as np
 from flax import nnx
 
@@ -19,7 +18,7 @@ from gdn_jax.kernels.anchors import NULL_SLOT, PrefillRows
 from gdn_jax.serving.core.errors import InvariantError
 from gdn_jax.serving.runner.sampling import RowSampling, pack_rows
 from gdn_jax.serving.runner.steps import StepStatic, prefill_step
-from gdn_jax.state import KVPages, ModelState, PrefillBatch, RecurrentState
+from gdn_jax.state import ModelState, PrefillBatch, RecurrentState
 
 # Largest error allowed, as a share of the largest number of the array. The audit runs other shapes than the step that
 # wrote the data, and decode folds token by token where prefill works in chunks, so sums are rounded in another order:
@@ -35,6 +34,37 @@ class AuditSequence:
 
     tokens: tuple[int, ...]
     names: tuple[bytes, ...]
+
+
+class Pools:
+    """A device state on the host: by kind of name, the arrays whose first axis the places of such names index."""
+
+    def __init__(self, state: ModelState) -> None:
+        """Copy a state; the next step may then donate it."""
+        self._arrays: dict[str, dict[str, np.ndarray]] = {"checkpoint": {}, "block": {}}
+        for index, layer in enumerate(state.layers):
+            if isinstance(layer, RecurrentState):
+                self._arrays["checkpoint"] |= {
+                    f"layer {index}'s recurrent state": np.array(layer.recurrent),
+                    f"layer {index}'s convolution window": np.array(layer.conv),
+                }
+            else:
+                self._arrays["block"] |= {
+                    f"layer {index}'s keys": np.array(layer.k),
+                    f"layer {index}'s values": np.array(layer.v),
+                }
+        self._arrays["checkpoint"]["the hidden vector"] = np.array(state.hidden)
+
+    def content(self, kind: str, place: int) -> dict[str, np.ndarray]:
+        """Return what a checkpoint's slot or a block's page holds, by name."""
+        return {part: array[place] for part, array in self._arrays[kind].items()}
+
+    def digest(self, kind: str, place: int) -> bytes:
+        """Return a digest of that."""
+        digest = sha256()
+        for array in self.content(kind, place).values():
+            digest.update(array.tobytes())
+        return digest.digest()
 
 
 class Recomputation:
@@ -57,10 +87,10 @@ class Recomputation:
         self._table = _int32([range(1, max_blocks + 1)])
         self._sampling = pack_rows([RowSampling()], num_rows=1, num_banned=1)
 
-    def states(self, tokens: Sequence[int], num_blocks: int) -> Iterator[ModelState]:
-        """Yield the state after each of the first `num_blocks` blocks.
+    def pools(self, tokens: Sequence[int], num_blocks: int) -> Iterator[Pools]:
+        """Yield the pools after each of the first `num_blocks` blocks.
 
-        Slot 1 holds it; the keys and values of the sequence's block b stand in page b + 1.
+        Slot 1 holds the state then; the keys and values of the sequence's block b stand in page b + 1.
         """
         size = self._block_size
         for block in range(num_blocks):
@@ -79,7 +109,7 @@ class Recomputation:
             _, self._state = prefill_step(
                 self._static, self._params, self._state, batch, self._sampling, np.asarray(False)
             )
-            yield jax.device_get(self._state)
+            yield Pools(self._state)
 
 
 class Auditor:
@@ -128,30 +158,30 @@ class Auditor:
                 self._found.setdefault(name, (sequence, index + 1))
         places = {("checkpoint", name): slot for name, slot in checkpoints}
         places |= {("block", name): block for name, block in blocks}
-        state = jax.device_get(self._read())
-        digests = {key: _digest(_content(state, key[0], place)) for key, place in places.items()}
+        pools = Pools(self._read())
+        digests = {key: pools.digest(key[0], place) for key, place in places.items()}
         doubtful = {key for key, digest in digests.items() if self._right.get(key) != digest}
         names = {name for _, name in places}
         self._found = {name: found for name, found in self._found.items() if name in names}
         while doubtful:
-            self._compare_sequence(state, places, doubtful)
+            self._compare_sequence(pools, places, doubtful)
         self._right = digests
 
     def _compare_sequence(
-        self, state: ModelState, places: Mapping[tuple[str, bytes], int], doubtful: set[tuple[str, bytes]]
+        self, pools: Pools, places: Mapping[tuple[str, bytes], int], doubtful: set[tuple[str, bytes]]
     ) -> None:
         """Compute the longest doubtful sequence again, and compare and strike out all that it passes."""
         unknown = [key for key in doubtful if key[1] not in self._found]
         if unknown:
             raise InvariantError(f"{_described(*unknown[0])} is published, and no step ran its tokens")
         sequence, num_blocks = max((self._found[name] for _, name in doubtful), key=lambda found: found[1])
-        for block, fresh in enumerate(self._recomputation.states(sequence.tokens, num_blocks)):
+        for block, fresh in enumerate(self._recomputation.pools(sequence.tokens, num_blocks)):
             for kind, own_place in (("checkpoint", _OWN_SLOT), ("block", block + 1)):
                 key = (kind, sequence.names[block])
                 if key not in doubtful:
                     continue
-                expected = _content(fresh, kind, own_place)
-                for part, array in _content(state, kind, places[key]).items():
+                expected = fresh.content(kind, own_place)
+                for part, array in pools.content(kind, places[key]).items():
                     error = _error(array, expected[part])
                     if not error <= self._tolerance:
                         raise InvariantError(
@@ -169,28 +199,6 @@ def _int32(values: Sequence[object]) -> Any:
 
 def _described(kind: str, name: bytes) -> str:
     return f"{kind} {name.hex()[:16]}"
-
-
-def _content(state: ModelState, kind: str, place: int) -> dict[str, np.ndarray]:
-    """Return what a checkpoint's slot or a block's page holds, by name."""
-    content: dict[str, np.ndarray] = {}
-    for index, layer in enumerate(state.layers):
-        if kind == "checkpoint" and isinstance(layer, RecurrentState):
-            content[f"layer {index}'s recurrent state"] = np.asarray(layer.recurrent[place])
-            content[f"layer {index}'s convolution window"] = np.asarray(layer.conv[place])
-        elif kind == "block" and isinstance(layer, KVPages):
-            content[f"layer {index}'s keys"] = np.asarray(layer.k[place])
-            content[f"layer {index}'s values"] = np.asarray(layer.v[place])
-    if kind == "checkpoint":
-        content["the hidden vector"] = np.asarray(state.hidden[place])
-    return content
-
-
-def _digest(content: Mapping[str, np.ndarray]) -> bytes:
-    digest = sha256()
-    for array in content.values():
-        digest.update(array.tobytes())
-    return digest.digest()
 
 
 def _error(found: np.ndarray, expected: np.ndarray) -> float:

@@ -69,10 +69,10 @@ class RowSampling:
 class TokenLogprobs:
     """Log probabilities before temperature and filters: of the chosen tokens, and of the likeliest ones in order."""
 
-    logprob: Float[Array, "*lead"]
-    rank: Int[Array, "*lead"]
-    top_ids: Int[Array, "*lead top"]
-    top_logprobs: Float[Array, "*lead top"]
+    logprob: Float[AnyArray, "*lead"]
+    rank: Int[AnyArray, "*lead"]
+    top_ids: Int[AnyArray, "*lead top"]
+    top_logprobs: Float[AnyArray, "*lead top"]
 
 
 def derive_seed(engine_seed: int, request_index: int) -> int:

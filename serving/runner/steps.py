@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from gdn_jax.kernels.anchors import NULL_SLOT
+from gdn_jax.kernels.anchors import NULL_SLOT, AnyArray
 from gdn_jax.serving.runner.sampling import (
     SamplingInputs,
     TokenLogprobs,
@@ -60,9 +60,9 @@ class StepOutputs:
         logprobs: of `tokens`; zeros unless some row wants them.
     """
 
-    tokens: Int[Array, "rows"]
-    finite: Bool[Array, "rows"]
-    stored: Bool[Array, "rows boundaries"]
+    tokens: Int[AnyArray, "rows"]
+    finite: Bool[AnyArray, "rows"]
+    stored: Bool[AnyArray, "rows boundaries"]
     logprobs: TokenLogprobs
 
 
@@ -111,10 +111,14 @@ def _emit(
 ) -> StepOutputs:
     tokens = sample_tokens(logits, sampling, position, num_valid_tokens=static.num_valid_tokens)
     describe = partial(token_logprobs, logits, tokens, num_top=static.num_top, num_valid_tokens=static.num_valid_tokens)
-    nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(describe))
+
+    def nothing() -> TokenLogprobs:
+        """Return zeros in the shapes of a description, which the compiler does not compute for that."""
+        return jax.tree.map(jnp.zeros_like, describe())
+
     return StepOutputs(
         tokens=tokens,
         finite=samplable(logits, num_valid_tokens=static.num_valid_tokens),
         stored=stored,
-        logprobs=jax.lax.cond(wants_logprobs, describe, lambda: nothing),
+        logprobs=jax.lax.cond(wants_logprobs, describe, nothing),
     )
