@@ -1,74 +1,48 @@
 """Host work of one engine step: what `plan` and `commit` cost, and what a lookup costs.
 
-    python benchmarks/core_host.py [--rows 64] [--context 4096] [--steps 400]
+    JAX_PLATFORMS=cpu python -m benchmarks.core_host
 
-Needs neither a device nor JAX: results of steps are made up, in time that is not counted. Each case checks what it did
-before a number is written: rows, positions and tokens of every step, the length of every hit. Goals (design of the
-engine): at 64 decode rows of 4,096 tokens plan, build, cut and commit take at most 600 us together and at most 8 us for
-each further row; the lookup of an 8,192-token prompt takes at most 1 ms with hashing.
+No model runs: results of steps are made up, in time that is not counted. Each case checks what it did before a number
+is written: rows, positions and tokens of every step, the length of every hit. The goals: at 64 decode rows of 4,096
+tokens plan, build, cut and commit take at most 600 us together, and at most 8 us for each further row; the lookup of an
+8,192-token prompt takes at most 1 ms with its hashing. Compare 10th percentiles on a machine that others use too.
 """
 
-import json
-import platform
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 
 import tyro
 
+from benchmarks.results_file import ResultRow, write_results
 from gdn_jax.serving.core.placement import CacheMode, Placement
 from gdn_jax.serving.core.plan import Phase, RowCut, RowResult, StepPlan, StepResult
 from gdn_jax.serving.core.request import RequestId
 from gdn_jax.serving.core.scheduler import Limits, Scheduler
 
-RESULTS = Path(__file__).resolve().parent / "results"
 BLOCK_SIZE = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """Sizes of the benchmark.
+class Arguments:
+    """What to run.
 
     Attributes:
+        output: JSON file for the results.
         rows: decode rows of the step.
         context: tokens of each sequence, about.
         prompt: tokens of the prompt that is looked up.
         steps: steps that are timed, per case.
-        results: file to write; "-" prints the rows only.
     """
 
+    output: Path = Path("benchmarks/results/core-host.json")
     rows: int = 64
     context: int = 4096
     prompt: int = 8192
     steps: int = 400
-    results: str = str(RESULTS / "core_host.json")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One measured number.
-
-    Attributes:
-        case: what was done.
-        metric: which figure of it.
-        value: in `unit`.
-        unit: "us".
-        implementation: "ours".
-        error: of the check that ran before; exact bookkeeping has none.
-    """
-
-    case: str
-    metric: str
-    value: float
-    unit: str = "us"
-    implementation: str = "ours"
-    error: float = 0.0
 
 
 def make_scheduler(num_rows: int, context: int, num_drafts: int) -> Scheduler:
@@ -117,15 +91,15 @@ def run_step(scheduler: Scheduler, num_drafts: int) -> tuple[StepPlan, float, fl
     return plan, (planned - start) / 1000, (time.perf_counter_ns() - before) / 1000
 
 
-def time_steps(num_rows: int, options: Options, num_drafts: int) -> list[tuple[float, float]]:
+def time_steps(num_rows: int, arguments: Arguments, num_drafts: int) -> list[tuple[float, float]]:
     """Return the microseconds of `plan` and `commit` for each of many steps of decode rows.
 
     Raises:
         RuntimeError: a step did not do what it was to do.
     """
-    scheduler = make_scheduler(num_rows, options.context, num_drafts)
+    scheduler = make_scheduler(num_rows, arguments.context, num_drafts)
     times: list[tuple[float, float]] = []
-    for _ in range(options.steps):
+    for _ in range(arguments.steps):
         known = {request.request_id: request.num_known for request in scheduler.running()}
         plan, planning, committing = run_step(scheduler, num_drafts)
         times.append((planning, committing))
@@ -139,91 +113,59 @@ def time_steps(num_rows: int, options: Options, num_drafts: int) -> list[tuple[f
     return times
 
 
-def figures(case: str, values: Sequence[float]) -> list[Row]:
+def _row(case: str, metric: str, value: float) -> ResultRow:
+    return ResultRow(case=case, metric=metric, value=round(value, 2), unit="us", implementation="ours", error=0.0)
+
+
+def figures(case: str, values: Sequence[float]) -> list[ResultRow]:
     """Return median, 10th and 90th percentile, and mean: the mean holds the steps that fill blocks."""
     tenths = statistics.quantiles(values, n=10)
     named = {"median": statistics.median(values), "p10": tenths[0], "p90": tenths[-1], "mean": statistics.mean(values)}
-    return [Row(case=case, metric=metric, value=round(value, 2)) for metric, value in named.items()]
+    return [_row(case, metric, value) for metric, value in named.items()]
 
 
-def step_rows(options: Options, num_drafts: int) -> list[Row]:
-    """Measure steps of `options.rows` rows and of twice as many; the difference is the cost of a further row."""
-    rows: list[Row] = []
-    medians: list[float] = []
-    for num_rows in (options.rows, 2 * options.rows):
-        times = time_steps(num_rows, options, num_drafts)
-        case = f"host/step/B{num_rows}/T{1 + num_drafts}/ctx{options.context}"
+def step_rows(arguments: Arguments, num_drafts: int) -> list[ResultRow]:
+    """Measure steps of `arguments.rows` rows and of twice as many; the difference is the cost of a further row."""
+    rows: list[ResultRow] = []
+    totals: list[dict[str, float]] = []
+    for num_rows in (arguments.rows, 2 * arguments.rows):
+        times = time_steps(num_rows, arguments, num_drafts)
+        case = f"host/step/B{num_rows}/T{1 + num_drafts}/ctx{arguments.context}"
         rows += figures(f"{case}/plan", [planning for planning, _ in times])
         rows += figures(f"{case}/commit", [committing for _, committing in times])
-        rows += figures(case, [planning + committing for planning, committing in times])
-        medians.append(statistics.median(map(sum, times)))
-    further = (medians[1] - medians[0]) / options.rows
-    case = f"host/step/row/T{1 + num_drafts}/ctx{options.context}"
-    return [*rows, Row(case=case, metric="median", value=round(further, 2))]
+        both = figures(case, [planning + committing for planning, committing in times])
+        totals.append({row.metric: row.value for row in both})
+        rows += both
+    case = f"host/step/further-row/T{1 + num_drafts}/ctx{arguments.context}"
+    further = {metric: (totals[1][metric] - totals[0][metric]) / arguments.rows for metric in ("median", "p10")}
+    return [*rows, *(_row(case, metric, value) for metric, value in further.items())]
 
 
-def lookup_rows(options: Options) -> list[Row]:
+def lookup_rows(arguments: Arguments) -> list[ResultRow]:
     """Measure the lookup of a prompt that is all known, with its hashing and when its hashes are at hand."""
-    scheduler = make_scheduler(1, options.prompt, 0)
-    prompt = list(scheduler.running()[0].tokens[: options.prompt - BLOCK_SIZE])
+    scheduler = make_scheduler(1, arguments.prompt, 0)
+    prompt = list(scheduler.running()[0].tokens[: arguments.prompt])
     expected = (len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
-    prompt.append(1)
-    cold: list[float] = []
-    warm: list[float] = []
-    for number in range(options.steps // 4):
+    times: dict[str, list[float]] = {"hashing": [], "hashed": []}
+    for number in range(arguments.steps // 4):
         request = scheduler.add(RequestId(f"look{number}"), prompt, max_tokens=1)
-        for times in (cold, warm):
+        for kind in times:
             start = time.perf_counter_ns()
             hit = scheduler.holdings.lookup(request)
-            times.append((time.perf_counter_ns() - start) / 1000)
-            if hit.junction < expected or not hit.length:
-                raise RuntimeError(f"found {hit.length} and {hit.junction} of {expected} tokens")
+            times[kind].append((time.perf_counter_ns() - start) / 1000)
+            if hit.length != expected:
+                raise RuntimeError(f"a hit of {hit.length} tokens, not {expected}")
         scheduler.abort(request.request_id)
-    case = f"host/lookup/{options.prompt}"
-    return [*figures(f"{case}/hashing", cold), *figures(f"{case}/hashed", warm)]
+    return [row for kind, values in times.items() for row in figures(f"host/lookup/{arguments.prompt}/{kind}", values)]
 
 
-def device_name() -> str:
-    """Return the name of this machine's processor."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [line.split(":", 1)[1] for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
-        if names:
-            return names[0].strip()
-    return platform.processor() or platform.machine()
-
-
-def write(path: Path, rows: Sequence[Row]) -> None:
-    """Write rows with what is needed to repeat them."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False, cwd=RESULTS.parent
-    )
-    report = {
-        "suite": "core_host",
-        "device": device_name(),
-        "date": datetime.now(UTC).date().isoformat(),
-        "commit": commit.stdout.strip(),
-        "versions": {"python": platform.python_version(), "gdn-jax": version("gdn-jax")},
-        "command": " ".join(["python benchmarks/core_host.py", *sys.argv[1:]]),
-        "rows": [vars(row) for row in rows],
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=1) + "\n")
-
-
-def main(options: Options) -> None:
-    """Measure everything, print it, and write the results file."""
-    cases: list[Callable[[], list[Row]]] = [
-        lambda: step_rows(options, 0),
-        lambda: step_rows(options, 3),
-        lambda: lookup_rows(options),
-    ]
-    rows = [row for case in cases for row in case()]
+def main(arguments: Arguments) -> None:
+    """Run every case and write the file."""
+    rows = [*step_rows(arguments, 0), *step_rows(arguments, 3), *lookup_rows(arguments)]
+    write_results(arguments.output, "core-host", rows)
     for row in rows:
-        sys.stdout.write(f"{row.case:45} {row.metric:7} {row.value:10.2f} {row.unit}\n")
-    if options.results != "-":
-        write(Path(options.results), rows)
+        sys.stdout.write(f"{row.case:40} {row.metric:8} {row.value:.4g} {row.unit}\n")
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    main(tyro.cli(Arguments))

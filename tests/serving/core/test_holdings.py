@@ -8,7 +8,7 @@ from gdn_jax.serving.core.checkpoints import CheckpointStore, Retention, SlotId
 from gdn_jax.serving.core.errors import InvariantError
 from gdn_jax.serving.core.holdings import Save
 from gdn_jax.serving.core.placement import CacheMode
-from gdn_jax.serving.core.request import Request
+from gdn_jax.serving.core.request import Request, RequestId
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]  # two full blocks of four and two tokens more
 OTHER = [2, 7, 1, 8, 2, 8, 1, 8, 2, 8]
@@ -157,6 +157,22 @@ def test_a_state_whose_blocks_are_gone_is_gone_too() -> None:
     assert saved(rig) == {24}
     again = rig.serve("again", PROMPT, max_tokens=4)
     assert again.num_cached == 0
+
+
+def test_a_chain_that_an_eviction_broke_is_made_whole_before_the_next_checkpoint() -> None:
+    rig = make_rig(num_blocks=10)
+    rig.add("a", PROMPT, max_tokens=1)
+    rig.add("twin", PROMPT, max_tokens=11)  # has blocks of the same content, but the names are the other's
+    rig.step()
+    rig.add("big", [*OTHER, *OTHER], max_tokens=1)  # takes the blocks of a, and with them the names
+    rig.step()
+    pool, twin = rig.scheduler.holdings.blocks, rig.scheduler.get(RequestId("twin"))
+    names = twin.chain.upto(twin.tokens, 8)
+    assert [pool.lookup([name]) for name in names] == [[twin.blocks[0]], [twin.blocks[1]]]
+    rig.run_until(lambda: 12 in saved(rig))
+    assert pool.lookup(twin.chain.upto(twin.tokens, 12)) == twin.blocks[:3]
+    rig.finish()
+    assert rig.serve("next", rig.text("twin"), max_tokens=1).num_cached == 20
 
 
 def test_a_checkpoint_cut_off_by_the_blocks_taken_leaves_the_slot_that_is_needed() -> None:
