@@ -210,7 +210,7 @@ class BlockPool:
 
     def check(self) -> None:
         """Raise InvariantError unless each block is in one state, the tables mirror, and names are prefix-closed."""
-        held = {block for block, refs in self._refs.items() if refs > 0}
+        held = set(self._refs)
         if sorted([*held, *self._idle]) != list(range(1, self._num_blocks)):
             raise InvariantError(f"held {sorted(held)} and idle {sorted(self._idle)} do not part the pool")
         if {known: block for block, known in self._hash_of.items()} != self._by_hash:

@@ -203,14 +203,18 @@ class Holdings:
         """Publish every own block that committed, computed tokens cover and whose name is unknown."""
         if not (self.placement.caches and request.publishes):
             return
-        size = self.placement.block_size
+        size, chain, tokens = self.placement.block_size, request.chain, request.tokens
         count = min(request.computed, request.num_known) // size
-        if count == 0 or self.blocks.is_known(request.chain.name(request.tokens, count * size)):
+        if count == 0 or self.blocks.is_known(chain.name(tokens, count * size)):
             return  # nothing new, as at most steps
-        chain = request.chain.upto(request.tokens, count * size)
-        first = len(self.blocks.lookup(chain))
+        first = count - 1
+        while first and not self.blocks.is_known(chain.name(tokens, first * size)):
+            first -= 1
+        parent = chain.name(tokens, first * size) if first else None
         for index in range(first, count):
-            self.blocks.publish(request.blocks[index], chain[index], chain[index - 1] if index else None)
+            name = chain.name(tokens, (index + 1) * size)
+            self.blocks.publish(request.blocks[index], name, parent)
+            parent = name
 
     def turn_end(self, request: Request) -> int | None:
         """Return the boundary a finished request should leave a checkpoint at; None if its state is past it."""

@@ -272,7 +272,7 @@ class Scheduler:
 
     def _try_admit(self, request: Request) -> bool:
         """Admit a waiting request if it can be; False means that those behind it must wait too."""
-        if request.leader is not None and self._awaits_leader(request):
+        if self._awaits_leader(request):
             return True  # and nobody behind it need wait for that
         if not self.holdings.try_admit(request, self.counts):
             return False
@@ -497,5 +497,3 @@ class Scheduler:
         self.holdings.check(self._running, [export for row in rows for export in row.exports])
         if len(self._waiting) + len(self._running) != len(self._requests):
             raise InvariantError("a live request is in no queue")
-        if not self._running and self.holdings.checkpoints.num_owned:
-            raise InvariantError("nobody runs, and slots are still owned")

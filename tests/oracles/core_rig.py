@@ -161,12 +161,12 @@ class CoreRig:
         self.runner.audit(self.scheduler)
         return plan
 
-    def fail_step(self) -> list[Request] | None:
+    def fail_step(self, *, ends_rows: bool = True) -> list[Request] | None:
         """Plan a step that raises on the device; return the requests that end with it, or None without a plan."""
         plan = self.scheduler.plan()
         if plan is None:
             return None
-        ended = self.scheduler.fail(plan)
+        ended = self.scheduler.fail(plan, ends_rows=ends_rows)
         self.make_runner()
         self.scheduler.check()
         self.ended.update({request.request_id: request for request in ended})

@@ -44,8 +44,8 @@ FAULTS: list[Fault] = []
 
 
 def sessions() -> None:
-    """Random sessions, the same every time."""
-    random_sessions.play(range(60))
+    """Play random sessions, the same every time."""
+    random_sessions.play(range(30))
 
 
 def fault(caught_by: Check) -> Callable[[Callable[[Patch], None]], Callable[[Patch], None]]:
@@ -72,7 +72,7 @@ def no_hold_on_a_hit(patch: Patch) -> None:
     patch.setattr(BlockPool, "hold", lambda self, blocks: None)
 
 
-@fault(sessions)
+@fault(test_holdings.test_the_hit_is_held_before_anything_is_evicted)
 def the_hit_is_held_after_blocks_are_taken(patch: Patch) -> None:
     def admit(original, self, request, hit, needed, *, take_over):
         own = self.blocks.try_take(needed)
@@ -99,7 +99,11 @@ def a_pin_is_never_dropped(patch: Patch) -> None:
     around(patch, Holdings, "unpin", unpin)
 
 
-@fault(sessions)
+@fault(
+    lambda: test_holdings.test_a_request_that_cannot_be_admitted_changes_nothing(
+        test_holdings.with_the_only_slot_pinned
+    )
+)
 def a_pinned_slot_is_taken_over(patch: Patch) -> None:
     patch.setattr(CheckpointStore, "can_take_over", lambda self, slot: slot in self._name_of)
 
@@ -114,7 +118,7 @@ def an_abort_while_the_step_runs_leaks_blocks(patch: Patch) -> None:
     around(patch, Holdings, "release", release)
 
 
-@fault(sessions)
+@fault(lambda: test_endings.test_an_abort_while_the_step_runs_takes_effect_at_its_commit(0))
 def a_reserved_slot_is_not_freed_on_an_abort(patch: Patch) -> None:
     def commit_export(original, self, request, *args, **options):
         if request.finish is not FinishReason.ABORT:
@@ -245,7 +249,7 @@ def a_fold_saves_at_the_boundary_after_it(patch: Patch) -> None:
     around(patch, Placement, "in_fold", in_fold)
 
 
-@fault(sessions)
+@fault(test_drafts.test_what_follows_a_stop_token_in_an_accepted_window_is_nowhere)
 def the_turn_end_is_where_the_last_window_ended_not_the_answer(patch: Patch) -> None:
     def turn_end(original, self, request):
         boundary = request.computed // self.placement.block_size * self.placement.block_size
@@ -322,7 +326,7 @@ def a_hit_may_hold_the_last_token(patch: Patch) -> None:
     patch.setattr(holdings_module, "lookup", lambda chain, cap, **pools: lookup(chain, cap + 1, **pools))
 
 
-@fault(sessions)
+@fault(test_hit_lengths.test_the_gap_is_computed_again_into_own_blocks_and_is_not_counted_as_cached)
 def a_hit_is_as_long_as_its_blocks_whatever_its_state(patch: Patch) -> None:
     def longer(chain, cap, *, blocks, checkpoints, block_size):
         hit = lookup(chain, cap, blocks=blocks, checkpoints=checkpoints, block_size=block_size)
@@ -332,7 +336,7 @@ def a_hit_is_as_long_as_its_blocks_whatever_its_state(patch: Patch) -> None:
     patch.setattr(holdings_module, "lookup", longer)
 
 
-@fault(sessions)
+@fault(test_holdings.test_a_state_whose_blocks_are_gone_is_gone_too)
 def a_state_counts_though_its_blocks_are_gone(patch: Patch) -> None:
     an_eviction_leaves_the_checkpoint_of_its_chain(patch)
     patch.setattr(Holdings, "check", lambda *args: None)  # only reading it shall tell
@@ -598,12 +602,12 @@ def a_request_publishes_after_a_reset(patch: Patch) -> None:
 
 @fault(sessions)
 def a_failed_step_leaves_the_cache(patch: Patch) -> None:
-    def fail(original, self, plan):
+    def fail(original, self, plan, **options):
         for request in self._running:
             request.publishes = False
         blocks, checkpoints = self.holdings.blocks.names(), self.holdings.checkpoints.names()
         old = self.holdings
-        ended = original(self, plan)
+        ended = original(self, plan, **options)
         if blocks and checkpoints:
             for request in [*ended, *self._waiting]:
                 request.forget_holdings()

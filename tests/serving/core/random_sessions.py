@@ -125,7 +125,7 @@ class Session:
         self.seen["resets"] += 1
 
     def _fail(self) -> None:
-        if self.rig.fail_step() is not None:
+        if self.rig.fail_step(ends_rows=self.dice.random() < 0.7) is not None:
             self.seen["failures"] += 1
 
     def _collect(self) -> None:

@@ -182,12 +182,12 @@ def test_what_follows_a_stop_token_in_an_accepted_window_is_nowhere() -> None:
 
     cut_short = 0
     for number in range(64):
-        prompt = [int(letter) for letter in f"{number:06b}"]
+        prompt = [int(letter) for letter in f"{number:06b}"][number % 4 :]
         rig = make_rig(vocabulary=2, draft=exact)
         request = rig.add("r", prompt, max_tokens=30, stops=True)
         rig.finish()
         assert request.finish is FinishReason.STOP
-        assert request.tokens.index(STOP_TOKEN, 6) == request.num_known - 1
+        assert request.tokens.index(STOP_TOKEN, len(prompt)) == request.num_known - 1
         last = [row for row in rows_of(rig) if row.tokens][-1]
         cut_short += last.end > request.num_known
         blocks = rig.scheduler.holdings.blocks.names()

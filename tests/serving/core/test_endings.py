@@ -194,6 +194,18 @@ def test_a_failed_step_ends_its_rows_and_requeues_the_others_with_their_tokens()
     assert {"out", "waits"} <= set(rig.ended)
 
 
+def test_an_interrupted_step_ends_nobody_and_its_rows_wait_again() -> None:
+    rig = make_rig()
+    rig.add("a", PROMPT, max_tokens=4)
+    rig.add("b", OTHER, max_tokens=4)
+    rig.step()
+    assert rig.fail_step(ends_rows=False) == []
+    assert (rig.scheduler.num_running, rig.scheduler.num_waiting) == (0, 2)
+    assert rig.scheduler.holdings.blocks.names() == {}
+    rig.finish()
+    assert [len(output) for output in rig.outputs.values()] == [4, 4]
+
+
 def test_tokens_survive_a_failed_step_of_others() -> None:
     rig = make_rig(budget=4, num_lanes=2)
     rig.add("a", LONG[:12], max_tokens=9)

@@ -8,7 +8,7 @@ from gdn_jax.serving.core.checkpoints import CheckpointStore, Retention, SlotId
 from gdn_jax.serving.core.errors import InvariantError
 from gdn_jax.serving.core.holdings import Save
 from gdn_jax.serving.core.placement import CacheMode
-from gdn_jax.serving.core.request import Request
+from gdn_jax.serving.core.request import Request, RequestId
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]  # two full blocks of four and two tokens more
 OTHER = [2, 7, 1, 8, 2, 8, 1, 8, 2, 8]
@@ -83,16 +83,17 @@ def test_an_admitted_request_holds_blocks_for_all_it_knows_and_one_position_more
 
 
 def test_the_hit_is_held_before_anything_is_evicted() -> None:
-    rig = make_rig(num_blocks=6, num_slots=4)
+    rig = make_rig(num_blocks=8)
     rig.serve("first", PROMPT, max_tokens=1)
-    hit = rig.scheduler.holdings.lookup(waiting(rig, [*PROMPT, 7, 7, 7, 7, 7, 7]))
+    rig.serve("other", OTHER, max_tokens=1)
+    request = waiting(rig, [*PROMPT, *[7] * 14], max_tokens=2)
+    hit = rig.scheduler.holdings.lookup(request)
     assert hit.length == 8
-    rig.step()  # three new blocks are all that is idle beside the hit's two
-    (request,) = rig.scheduler.running()
+    rig.step()  # takes every block there is: those of the other prompt go, though they were used later
     assert request.blocks[:2] == list(hit.blocks)
-    assert len(set(request.blocks)) == 5
-    rig.run()
-    rig.check_answer(request)
+    assert len(set(request.blocks)) == 7
+    rig.finish()
+    assert request.num_cached == 8
 
 
 def test_a_pin_ends_with_the_commit_of_the_step_that_read_it() -> None:
@@ -147,6 +148,31 @@ def test_a_state_that_lost_its_slot_means_recomputing_from_an_earlier_one() -> N
     request = rig.serve("again", PROMPT, max_tokens=3)
     assert request.num_cached == 0
     assert rig.scheduler.counts.gap_tokens == 8
+
+
+def test_a_state_whose_blocks_are_gone_is_gone_too() -> None:
+    rig = make_rig(num_blocks=8)
+    rig.serve("first", PROMPT, max_tokens=1)
+    rig.serve("big", [*OTHER, *OTHER, *OTHER[:6]], max_tokens=1)  # takes every block
+    assert saved(rig) == {24}
+    again = rig.serve("again", PROMPT, max_tokens=4)
+    assert again.num_cached == 0
+
+
+def test_a_chain_that_an_eviction_broke_is_made_whole_before_the_next_checkpoint() -> None:
+    rig = make_rig(num_blocks=10)
+    rig.add("a", PROMPT, max_tokens=1)
+    rig.add("twin", PROMPT, max_tokens=11)  # has blocks of the same content, but the names are the other's
+    rig.step()
+    rig.add("big", [*OTHER, *OTHER], max_tokens=1)  # takes the blocks of a, and with them the names
+    rig.step()
+    pool, twin = rig.scheduler.holdings.blocks, rig.scheduler.get(RequestId("twin"))
+    names = twin.chain.upto(twin.tokens, 8)
+    assert [pool.lookup([name]) for name in names] == [[twin.blocks[0]], [twin.blocks[1]]]
+    rig.run_until(lambda: 12 in saved(rig))
+    assert pool.lookup(twin.chain.upto(twin.tokens, 12)) == twin.blocks[:3]
+    rig.finish()
+    assert rig.serve("next", rig.text("twin"), max_tokens=1).num_cached == 20
 
 
 def test_a_checkpoint_cut_off_by_the_blocks_taken_leaves_the_slot_that_is_needed() -> None:
