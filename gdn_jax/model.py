@@ -50,7 +50,7 @@ class LanguageModel(nnx.Module):
     def logits(self, token_ids: Sequence[int] | np.ndarray) -> Float[Array, "T V"]:
         """Return float32 logits at every position of one prompt, from an empty state.
 
-        Compiled once per padded length (powers of four times a chunk).
+        Compiled once per padded length (powers of four times a chunk); differentiable in the parameters.
 
         Args:
             token_ids: at least one id, each in 0..vocab_size - 1.
@@ -63,7 +63,8 @@ class LanguageModel(nnx.Module):
         while padded < len(ids):
             padded *= 4
         graph, params = nnx.split(self)
-        # Padded on the host: there it costs no compilation for each new length.
+        # Padded on the host: there it costs no compilation for each new length. Cut on the device, so that a caller may
+        # differentiate; that compiles one small slice per length.
         batch = single_prompt(jnp.asarray(np.pad(ids, (0, padded - len(ids)))), len(ids))
         return _prompt_logits(graph, params, batch)[: len(ids)]
 

@@ -241,12 +241,15 @@ def _advance_benchmark(state_dtype: str, num_rows: int, window: int) -> AdvanceC
     )
 
 
-CPU_BENCHMARK = PrefillCase(
-    name="prefill/4x8/1x2048/width64",
-    heads=Heads(num_key=4, num_value=8, key_dim=64, value_dim=64),
-    spans=(Span(0, 2048),),
-    num_tokens=2048,
-    num_rows=1,
+# float32, short enough for the token-by-token reference: states that fit a second-level cache, and real ones
+CPU_BENCHMARKS = tuple(
+    PrefillCase(
+        name=name, heads=heads, spans=(Span(0, num_tokens),), num_tokens=num_tokens, num_rows=1, dtype="float32"
+    )
+    for name, heads, num_tokens in (
+        ("prefill/4x8/1x2048/width64", Heads(num_key=4, num_value=8, key_dim=64, value_dim=64), 2048),
+        ("prefill/16x32/1x1024/float32", _REAL, 1024),
+    )
 )
 
 PREFILL_BENCHMARKS = (
@@ -313,5 +316,5 @@ ADVANCE_TESTS = (
     ),
 )
 
-_ALL = (CPU_BENCHMARK, *PREFILL_BENCHMARKS, *ADVANCE_BENCHMARKS, *PREFILL_TESTS, *HEADS_TESTS, *ADVANCE_TESTS)
+_ALL = (*CPU_BENCHMARKS, *PREFILL_BENCHMARKS, *ADVANCE_BENCHMARKS, *PREFILL_TESTS, *HEADS_TESTS, *ADVANCE_TESTS)
 CASES: dict[str, PrefillCase | AdvanceCase] = {case.name: case for case in _ALL}

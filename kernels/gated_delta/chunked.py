@@ -72,8 +72,8 @@ def gdn_prefill(
         state = jnp.where(is_first, load_slots(pool, read_slot).astype(jnp.float32).reshape(state.shape), state)
 
         operand = state.astype(dtype)
-        at_keys = chunk.decay_in[..., None] * einsum("hik,hrvk->hriv", chunk.keys, operand)
-        at_queries = chunk.decay_in[..., None] * einsum("hik,hrvk->hriv", chunk.queries, operand)
+        readings = einsum("hik,hrvk->hriv", jnp.concatenate([chunk.keys, chunk.queries], axis=1), operand)
+        at_keys, at_queries = (chunk.decay_in[..., None] * x for x in jnp.split(readings, 2, axis=-2))
         error = chunk.beta[..., None] * (chunk.values.astype(jnp.float32) - at_keys)
         written = einsum("hrij,hrjv->hriv", chunk.inverse, error.astype(dtype))
 

@@ -145,11 +145,12 @@ class TestPrefill:
 
     def test_small_decays_after_a_strong_one_keep_their_precision(self, implementation: Implementation) -> None:
         args = make_prefill(CASES["test/one-row"])
-        g = jnp.full_like(args.inputs.g, -0.03).at[::16].set(-1e4)
+        is_strong = (jnp.arange(256) % 64 < 40)[:, None]
+        g = jnp.broadcast_to(jnp.where(is_strong, -110.0, -0.03), args.inputs.g.shape)
         args = replace(args, inputs=replace(args.inputs, g=g))
         outputs, _ = prefill(args, implementation)
         want, _ = oracle.delta_prefill(args.q, args.inputs, args.rows, args.pool)
-        assert_close(outputs, want, FLOAT32)  # differences of plain running sums err by 1e-3 here
+        assert_close(outputs, want, FLOAT32)  # differences of plain running sums, here about -4400, err by 1e-4
 
 
 @EVERY

@@ -66,6 +66,16 @@ def test_head_equals_the_float64_model(steps, target):
     np.testing.assert_allclose(got.logits, logits, **LOGITS)
 
 
+def test_an_entry_stands_at_its_tokens_slot_rotated_as_the_token_before(steps, target):
+    _, state = entries(steps, target, target.state, 1, 150)
+    empty = target.oracle.empty_attention()
+    _, memory = target.oracle.advance_mtp(target.hidden[:149].astype(np.float64), IDS[1:], empty)
+    for side, wanted in zip(("k", "v"), memory, strict=True):
+        pages = np.asarray(getattr(state.mtp, side))[list(PAGES)]  # [blocks, block, Hkv, D]
+        in_order = pages.reshape(-1, *pages.shape[2:])
+        np.testing.assert_allclose(in_order[1:150].swapaxes(0, 1), wanted, **HIDDEN, err_msg=side)
+
+
 @pytest.mark.parametrize("cut", [64, 128, 70, 2], ids=str)
 def test_entries_made_in_two_spans_equal_those_of_one(steps, target, cut):
     whole, whole_state = entries(steps, target, target.state, 1, 150)
