@@ -89,19 +89,14 @@ class EngineConfig:
             raise ValueError(f"warm_up must be True, False or 'auto'; got {self.warm_up!r}")
         for name in ("gpu_memory_utilization", "state_memory_share"):
             self._check_number(name, 1.0)
-        self._check_number("pool_memory_gib", float("inf"))
+        self._check_number("pool_memory_gib", _MOST_GIB)
         if self.gpu_memory_utilization == 0:
             raise ValueError("gpu_memory_utilization must be above 0; got 0")
         self._check_grid()
 
     def _check_number(self, name: str, most: float) -> None:
         value = getattr(self, name)
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not 0 <= value <= most
-            or value == float("inf")
-        ):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
             raise ValueError(f"{name} must be a finite number in 0..{most}; got {value!r}")
 
     def _check_grid(self) -> None:
@@ -141,6 +136,7 @@ class EngineConfig:
         return cls(model=model, **settings)  # pyright: ignore[reportArgumentType] - __post_init__ checks each
 
 
+_MOST_GIB = 2.0**30  # above any machine's; counts of bytes stay finite
 _CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": ("auto", "bfloat16", "float16", "float32"),
     "load_format": ("auto", "safetensors", "dummy"),

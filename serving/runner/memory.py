@@ -183,7 +183,10 @@ def _split(request: MemoryRequest, pool: int, slot: int, block: int, seqs: int, 
     slots = max(min(slots, seqs + 1 + most_blocks, (pool - (kept + 1) * block) // slot), seqs + 1)
     if request.num_slots:
         slots = request.num_slots + 1
-    blocks = request.num_blocks + 1 if request.num_blocks else min((pool - slots * slot) // block, most_blocks + 1)
+    if request.num_blocks:
+        return slots, request.num_blocks + 1
+    # In a model of recurrent layers alone a block is a name and costs nothing.
+    blocks = min((pool - slots * slot) // block, most_blocks + 1) if block else most_blocks + 1
     return slots, max(blocks, 2)
 
 
