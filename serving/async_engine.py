@@ -9,7 +9,7 @@ import asyncio
 import logging
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -91,7 +91,9 @@ class AsyncEngine:
             raise EngineStoppedError("the engine is not running; start another one")
         self._commands.put(command)
 
-    async def stream(self, collector: Collector, requests: Sequence[EngineRequest]) -> AsyncIterator[RequestOutput]:
+    async def stream(
+        self, collector: Collector, requests: Sequence[EngineRequest]
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Queue a prompt's completions and yield what there is so far, after every step that brought something.
 
         Leaving the iteration, or cancelling the task that runs it, aborts what is unfinished.

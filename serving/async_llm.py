@@ -1,6 +1,6 @@
 """AsyncLLM: the Python API for asynchronous callers, and what a server stands on."""
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 
 from gdn_jax.serving.async_engine import AsyncEngine
 from gdn_jax.serving.config import EngineConfig
@@ -10,6 +10,7 @@ from gdn_jax.serving.outputs import RequestOutput
 from gdn_jax.serving.prompts import EncodedPrompt, Prompt
 from gdn_jax.serving.sampling_params import SamplingParams
 from gdn_jax.serving.startup import build_engine
+from gdn_jax.serving.text.tokenizer import Tokenizer
 
 
 class AsyncLLM:
@@ -24,25 +25,26 @@ class AsyncLLM:
         self.config = EngineConfig.from_arguments(model, settings)
         parts = build_engine(self.config, show_progress=show)
         self.model_config, self.memory = parts.model_config, parts.memory
+        self._tokenizer = parts.tokenizer
         self._intake = Intake(parts, seed=self.config.seed)
         self._engine = AsyncEngine(parts.engine)
         self._engine.start()
 
     def generate(
         self,
-        prompt: Prompt,
+        prompt: Prompt | EncodedPrompt,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
         priority: int = 0,
         cache_salt: str = "",
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Complete one prompt, yielding after every step that brought something; each output holds all there is so far.
 
         Closing the iterator, or cancelling the task that reads it, aborts the request within one step.
 
         Args:
-            prompt: text, token ids, or a dict of either, as for `LLM.generate`.
+            prompt: text, token ids, or a dict of either, as for `LLM.generate`; or what `encode` or `render` returned.
             sampling_params: None: what the model recommends.
             request_id: a name not in use; None: the engine chooses one.
             priority: lower goes first.
@@ -52,7 +54,8 @@ class AsyncLLM:
             RequestError: the prompt or a parameter cannot be served.
         """
         options = Options(priority=priority, cache_salt=cache_salt)
-        return self._stream(self._intake.reader.read(prompt), sampling_params, request_id, options)
+        encoded = prompt if isinstance(prompt, EncodedPrompt) else self._intake.reader.read(prompt)
+        return self._stream(encoded, sampling_params, request_id, options)
 
     def chat(
         self,
@@ -63,7 +66,7 @@ class AsyncLLM:
         priority: int = 0,
         cache_salt: str = "",
         **template: object,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Answer one conversation as `generate` completes a prompt; `template` as for `LLM.chat`."""
         options = Options(priority=priority, cache_salt=cache_salt)
         prompt = self._intake.reader.render(list(messages), **template)
@@ -71,10 +74,44 @@ class AsyncLLM:
 
     def _stream(
         self, prompt: EncodedPrompt, params: SamplingParams | None, request_id: str | None, options: Options
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         chosen = self._intake.default_params() if params is None else params
         collector, requests = self._intake.take(prompt, chosen, options, request_id)
         return self._engine.stream(collector, requests)
+
+    def encode(self, prompt: Prompt) -> EncodedPrompt:
+        """Return a prompt ready for `generate`; may be called from any thread.
+
+        Raises:
+            InvalidPromptError: as for `generate`.
+        """
+        return self._intake.reader.read(prompt)
+
+    def render(self, messages: object, **template: object) -> EncodedPrompt:
+        """Return a conversation ready for `generate`; may be called from any thread.
+
+        Raises:
+            RequestError: the template cannot take it.
+        """
+        return self._intake.reader.render(messages, **template)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return what `generation_config.json` recommends; used where a call brings no parameters."""
+        return self._intake.default_params()
+
+    def get_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer."""
+        return self._tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of one sequence."""
+        return self.memory.max_model_len
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Most completions that run at once."""
+        return self.memory.max_num_seqs
 
     async def stats(self) -> EngineStats:
         """Return counts since start and gauges now."""
