@@ -7,6 +7,7 @@ taken apart yet.
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import msgspec
 from starlette.requests import Request
@@ -55,7 +56,7 @@ class ChatCompletions:
 
 def _job(asked: ChatCompletionRequest, backend: Backend, state: ServerState, size: int) -> Job:
     refuse_unsupported(asked)
-    params = chat_params(asked, backend.get_default_sampling_params())
+    params = chat_params(asked, state.defaults)
     answer_id = new_id("chatcmpl")
 
     def form(_: Sequence[EncodedPrompt]) -> ChatForm:
@@ -100,12 +101,7 @@ def template_options(
             "continue_final_message",
         )
     for index, tool in enumerate(asked.tools or []):
-        function = tool.get("function")
-        if (
-            tool.get("type") != "function"
-            or not isinstance(function, dict)
-            or not isinstance(function.get("name"), str)
-        ):
+        if tool.get("type") != "function" or not _has_name(tool.get("function")):
             raise invalid(
                 f'tools[{index}] must be {{"type": "function", "function": {{"name": ...}}}}; got {tool!r:.80}',
                 f"tools[{index}]",
@@ -116,6 +112,10 @@ def template_options(
         "continue_final_message": bool(asked.continue_final_message),
         "chat_template_kwargs": {**variables, **(asked.chat_template_kwargs or {})},
     }
+
+
+def _has_name(function: object) -> bool:
+    return isinstance(function, dict) and isinstance(cast("dict[str, object]", function).get("name"), str)
 
 
 @dataclass(kw_only=True, eq=False)

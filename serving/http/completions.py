@@ -46,12 +46,12 @@ class Completions:
         body = await read_body(request, limit=state.config.max_body_bytes, timeout=state.config.body_timeout)
         asked = decode(body, _decoder)
         state.check_model(asked.model)
-        await run(_job(asked, backend, state.names[0]), state, request, send)
+        await run(_job(asked, backend, state), state, request, send)
 
 
-def _job(asked: CompletionRequest, backend: Backend, model: str) -> Job:
+def _job(asked: CompletionRequest, backend: Backend, state: ServerState) -> Job:
     refuse_unsupported(asked)
-    params = completion_params(asked, backend.get_default_sampling_params())
+    params = completion_params(asked, state.defaults)
     prompts = as_prompts(asked.prompt)
     if len(prompts) * params.n > MAX_CHOICES:
         words = f"prompts times n must be at most {MAX_CHOICES}"
@@ -64,7 +64,7 @@ def _job(asked: CompletionRequest, backend: Backend, model: str) -> Job:
         echoed = [text_of(one, tokens) for one in encoded] if asked.echo else [""] * len(encoded)
         return CompletionForm(
             answer_id=answer_id,
-            model=model,
+            model=state.names[0],
             echoed=[text for text in echoed for _ in range(params.n)],
             num_top=params.logprobs,
             tokens=tokens,

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Literal
 
@@ -10,6 +10,7 @@ from gdn_jax.serving.http.backend import Backend
 from gdn_jax.serving.http.config import ServerConfig
 from gdn_jax.serving.http.errors import HTTPError, invalid, too_many, unavailable
 from gdn_jax.serving.http.metrics import Metrics
+from gdn_jax.serving.sampling_params import SamplingParams
 
 Phase = Literal["starting", "ready", "draining", "stopped"]
 
@@ -43,6 +44,7 @@ class ServerState:
         metrics: its counters.
         created: seconds since 1970 when it started.
         template_variables: names for the chat template that requests may override.
+        defaults: how the model is sampled where a request does not say; the engine's own once it is there.
     """
 
     def __init__(self, config: ServerConfig, model: str) -> None:
@@ -59,6 +61,7 @@ class ServerState:
         self.template_variables = config.template_variables()
         self._began = time.monotonic()
         self._backend: Backend | None = None
+        self.defaults = SamplingParams()
         self._phase: Phase = "starting"
         self._live: set[Live] = set()
         self._num_completions = 0  # asked for by live requests
@@ -89,7 +92,7 @@ class ServerState:
 
     def open(self, backend: Backend) -> None:
         """Begin to serve, unless the server is stopping already."""
-        self._backend = backend
+        self._backend, self.defaults = backend, backend.get_default_sampling_params()
         if self._phase == "starting":
             self._phase = "ready"
 
@@ -113,7 +116,7 @@ class ServerState:
         raise unavailable("the engine is not running; the server has to be started again", "engine_stopped")
 
     @contextmanager
-    def admit(self, num_completions: int) -> Iterator[Live]:
+    def admit(self, num_completions: int) -> Generator[Live]:
         """Take a request in for as long as the block runs, which is its task's.
 
         Raises:
