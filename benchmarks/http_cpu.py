@@ -4,8 +4,9 @@
 
 What the server adds to a first token is the time that a client measures minus the time to the same token without HTTP,
 while as many clients as given read answers of one token every 20 ms. Rates are also given per second of the processor's
-time, which other work on the machine does not change; that time includes the stub engine's. Clients are plain sockets with a hand-written request, since a client library would cost more than the server. With
-`--through-engine`, also a small model: tokens per second through HTTP over those of `LLM.generate` on the same prompts.
+time, which other work on the machine does not change; that time includes the stub engine's. Clients are plain sockets
+with a hand-written request, since a client library would cost more than the server. With `--through-engine`, also a
+small model: tokens per second through HTTP over those of `LLM.generate` on the same prompts.
 """
 
 import asyncio

@@ -69,9 +69,9 @@ async def run(job: Job, state: ServerState, request: Request, send: Send) -> Non
     sink: Sink | None = None
     with state.admit(job.num_prompts * job.params.n) as live:
         watch = loop.create_task(_watch(request.receive, live))
-        timer = loop.call_later(seconds, live.stop, timed_out(f"a request may take {seconds:g} s; ask for less"))
-        if not seconds:
-            timer.cancel()
+        timer: asyncio.TimerHandle | None = None
+        if seconds:
+            timer = loop.call_later(seconds, live.stop, timed_out(f"a request may take {seconds:g} s; ask for less"))
         try:
             prompts = await asyncio.to_thread(job.encode) if job.size > INLINE_CHARACTERS else job.encode()
             record.prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
@@ -85,7 +85,8 @@ async def run(job: Job, state: ServerState, request: Request, send: Send) -> Non
         finally:
             live.end()
             watch.cancel()
-            timer.cancel()
+            if timer is not None:
+                timer.cancel()
     await (send_refusal(refusal, request.scope, send) if sink is None else sink.fail(refusal))
 
 

@@ -6,7 +6,6 @@ Keys.
 
 import logging
 import re
-import uuid
 from collections.abc import Sequence
 from hashlib import sha256
 from hmac import compare_digest
@@ -18,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from gdn_jax.serving.http.bodies import ClientLeftError
 from gdn_jax.serving.http.errors import Refusal, refusal_of, unauthorized
 from gdn_jax.serving.http.metrics import Metrics
-from gdn_jax.serving.http.records import Record, record_of
+from gdn_jax.serving.http.records import Record, fresh_hex, record_of
 
 _LOG = logging.getLogger(__name__)
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -37,7 +36,7 @@ class Recording:
         if scope["type"] != "http":
             return
         given = Headers(scope=scope).get("x-request-id", "")
-        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        request_id = given if _REQUEST_ID.fullmatch(given) else fresh_hex()
         record = Record(request_id=request_id, method=scope["method"], metrics=self._metrics)
         record.enter(scope)
         header = (b"x-request-id", request_id.encode())

@@ -4,6 +4,7 @@ import json
 import logging
 import time
 from dataclasses import dataclass, field
+from random import getrandbits
 from typing import cast
 
 from starlette.types import Scope
@@ -101,6 +102,11 @@ class Record:
             "completion_tokens": self.completion_tokens,
             "first_token_seconds": None if self.first_token is None else round(self.first_token, 4),
         }
+
+
+def fresh_hex() -> str:
+    """Return 32 hexadecimal digits that nobody else has; they name things and guard none."""
+    return f"{getrandbits(128):032x}"
 
 
 def record_of(scope: Scope) -> Record:

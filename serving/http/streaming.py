@@ -5,7 +5,6 @@ more than everything else the server does for it.
 """
 
 import asyncio
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
@@ -16,7 +15,7 @@ from starlette.types import Scope, Send
 from gdn_jax.serving.http.deltas import Delta
 from gdn_jax.serving.http.errors import Refusal
 from gdn_jax.serving.http.middleware import send_json, send_refusal
-from gdn_jax.serving.http.records import Record, record_of
+from gdn_jax.serving.http.records import Record, fresh_hex, record_of
 from gdn_jax.serving.outputs import FinishReason, PositionLogprobs
 
 encode = msgspec.json.Encoder().encode
@@ -58,7 +57,7 @@ class Form(Protocol):
 
 def new_id(kind: str) -> str:
     """Return a name for an answer that no other one has."""
-    return f"{kind}-{uuid.uuid4().hex}"
+    return f"{kind}-{fresh_hex()}"
 
 
 @runtime_checkable
