@@ -96,15 +96,25 @@ def as_prompts(given: str | list[object]) -> list[str | list[int]]:
     """
     if isinstance(given, str):
         return [given]
-    if given and all(isinstance(item, int) and not isinstance(item, bool) for item in given):
+    if given and _are_ids(given):
         return [cast("list[int]", given)]
-    texts, lists = (all(isinstance(item, kind) for item in given) for kind in (str, list))
-    if not given or not (texts or lists):
+    if not given or not (all(isinstance(item, str) for item in given) or all(map(_are_ids, given))):
         raise invalid(
-            f"prompt must be a text, a list of texts, a list of token ids, or a list of such lists; got {given!r:.80}",
+            f"prompt must be a text, a list of texts, a list of token ids, or a list of such lists; got {_short(given)}",
             "prompt",
         )
     return cast("list[str | list[int]]", given)
+
+
+def _are_ids(value: object) -> bool:
+    if not isinstance(value, list):
+        return False
+    return all(isinstance(item, int) and not isinstance(item, bool) for item in cast("list[object]", value))
+
+
+def _short(given: list[object]) -> str:
+    """Quote a list without going down into it, as far as its client may have nested it."""
+    return f"a list of {len(given)}, the first of type {type(given[0]).__name__}" if given else "an empty list"
 
 
 @dataclass(kw_only=True, eq=False)
