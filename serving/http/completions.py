@@ -100,7 +100,7 @@ def as_prompts(given: str | list[object]) -> list[str | list[int]]:
         return [cast("list[int]", given)]
     if not given or not (all(isinstance(item, str) for item in given) or all(map(_are_ids, given))):
         raise invalid(
-            f"prompt must be a text, a list of texts, a list of token ids, or a list of such lists; got {_short(given)}",
+            f"prompt must be a text, token ids, a list of texts, or lists of token ids; got {_short(given)}",
             "prompt",
         )
     return cast("list[str | list[int]]", given)

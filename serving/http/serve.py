@@ -117,17 +117,22 @@ class Server(uvicorn.Server):
         def load() -> None:
             """Run on a thread of its own, which does not keep the process alive: loading cannot be interrupted."""
             try:
-                backend = self._make_backend()
+                result: Backend | BaseException = self._make_backend()
             except BaseException as error:  # the top of the thread
-                loop.call_soon_threadsafe(_settle, done, error)
-            else:
-                loop.call_soon_threadsafe(_settle, done, backend)
+                result = error
+            try:
+                loop.call_soon_threadsafe(_settle, done, result)
+            except RuntimeError:
+                _LOG.debug("the model has loaded and the server is gone")
 
         threading.Thread(target=load, name="gdn-jax loading", daemon=True).start()
         stopping = asyncio.create_task(self._stop.wait())
         await asyncio.wait([done, stopping], return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
-        return await done if done.done() else None
+        if done.done():
+            return done.result()
+        done.cancel()
+        return None
 
     async def _serve_until_stopped(self, backend: Backend) -> None:
         self._state.open(backend)
