@@ -28,7 +28,7 @@ def hashed_tokens(prompt: Sequence[int], seed: int) -> Iterator[int]:
     state = crc32(repr((list(prompt), seed)).encode())
     while True:
         state = (state * 1664525 + 1013904223) % (1 << 32)
-        yield 0x20 + (state >> 16) % 0x5F
+        yield (state >> 16) % 94  # the tokens of "!" to "~"
 
 
 class StubEngine:
