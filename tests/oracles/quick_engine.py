@@ -40,7 +40,8 @@ class QuickRunner(Runner):
         before_step: called at the start of every step.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, num_drafts: int = 0) -> None:
+        self._num_drafts = num_drafts
         self.is_finite: Callable[[RowPlan], bool] = lambda row: True
         self.before_step: Callable[[StepPlan], None] = lambda plan: None
         self.step_error: BaseException | None = None
@@ -52,7 +53,7 @@ class QuickRunner(Runner):
         """Start with nothing on the device."""
         if self.reset_error is not None:
             raise self.reset_error
-        self.device = TellTaleRunner(block_size=BLOCK, vocabulary=VOCABULARY)
+        self.device = TellTaleRunner(block_size=BLOCK, vocabulary=VOCABULARY, num_drafts=self._num_drafts)
 
     def run(self, plan: StepPlan) -> StepResult:
         """Run a plan, as the tests arranged it."""
@@ -74,14 +75,18 @@ def _logprobs(token: int, count: int) -> TokenLogprobs:
     return TokenLogprobs(chosen=-0.5, rank=1, top_ids=(token, 200, 201)[:count], top=(-0.5, -1.0, -2.0)[:count])
 
 
-def make_parts(*, lanes: int = 4, blocks: int = 200, slots: int = 40, max_model_len: int = 256) -> EngineParts:
+def make_parts(
+    *, lanes: int = 4, blocks: int = 200, slots: int = 40, max_model_len: int = 256, num_drafts: int = 0
+) -> EngineParts:
     """Compose an engine and what the API reads beside it."""
     config = ModelConfig.from_folder(FOLDER)
     tokenizer = Tokenizer(FOLDER, config.vocab_size, config_eos=config.eos_token_ids)
     limits = Limits(num_blocks=blocks, num_slots=slots, num_lanes=lanes, budget=2 * BLOCK, max_model_len=max_model_len)
     scheduler = Scheduler(limits, Placement(mode=CacheMode.ALL, block_size=BLOCK, state_interval=2 * BLOCK))
     return EngineParts(
-        engine=Engine(scheduler, QuickRunner(), tokenizer=tokenizer, end_token_ids=tokenizer.end_token_ids),
+        engine=Engine(
+            scheduler, QuickRunner(num_drafts=num_drafts), tokenizer=tokenizer, end_token_ids=tokenizer.end_token_ids
+        ),
         model_config=config,
         tokenizer=tokenizer,
         chat_template=ChatTemplate.from_folder(FOLDER),

@@ -301,3 +301,34 @@ def test_what_is_no_prompt_is_refused_by_every_way_in(quick, given):
     for ask in (quick.generate, quick.stream):
         with pytest.raises(InvalidPromptError):
             ask(given)
+
+
+@pytest.mark.parametrize("num_drafts", [1, 3])
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"logprobs": 2},
+        {"max_tokens": 7},
+        {"min_tokens": 9, "stop_token_ids": None},
+        {"stop": None},
+        {"stop_token_ids": None},
+    ],
+    ids=lambda params: next(iter(params)),
+)
+def test_stops_lengths_and_reports_with_drafts_are_those_without(num_drafts, params):
+    prompt = [4, 5, 6]
+    known = answer(prompt, 30)
+    text = quick_llm().get_tokenizer().decode(known)
+    if "stop_token_ids" in params:
+        params = params | {"stop_token_ids": [known[5], known[14]]}
+    if "stop" in params:
+        params = params | {"stop": text[9:11]}
+    asked = lasting(**{"max_tokens": 30, "logprobs": 0} | params)
+    plain = quick_llm().generate([prompt], asked, use_tqdm=False)[0].outputs[0]
+    drafting = quick_llm(num_drafts=num_drafts)
+    drafted = drafting.generate([prompt], asked, use_tqdm=False)[0].outputs[0]
+    assert drafted == plain
+    assert len(drafted.logprobs) == len(drafted.token_ids)
+    assert parts_of(drafting._engine)[1].device.num_accepted > 0
+    parts = list(quick_llm(num_drafts=num_drafts).stream(prompt, asked))
+    assert parts[-1].outputs[0] == plain
