@@ -165,7 +165,7 @@ def _say(
     kind, dtype = jax.devices()[0].device_kind, resolve_dtype(config.dtype, model)
     _LOG.info("model: %s, %s, %d layers, on %s", model.model_type, dtype, model.num_layers, kind)
     if model.num_mtp_layers:
-        _LOG.info("model: its multi-token-prediction head is left out, since nothing drafts yet")
+        _LOG.info("model: its multi-token-prediction head is left out, as nothing drafts yet")
     if defaults.not_applied:
         _LOG.warning(
             "generation_config.json asks for %s, which is not applied: answers may differ from the model's usual ones",
