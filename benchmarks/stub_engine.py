@@ -93,7 +93,7 @@ class StubEngine:
         priority: int = 0,
         cache_salt: str = "",
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Complete a prompt, one token per choice and step."""
+        """Complete a prompt, one token per choice and step; each output holds what is new."""
         room = self.max_model_len - len(prompt.token_ids)
         if room < (sampling_params.max_tokens or 1):
             raise PromptTooLongError(f"no room for {sampling_params.max_tokens} tokens after {len(prompt.token_ids)}")
@@ -113,12 +113,13 @@ class StubEngine:
             ]
             while any(choice.finish is None for choice in choices):
                 await asyncio.sleep(self._delay)
-                self._num_tokens += sum(choice.step(room) for choice in choices)
+                changed = [choice for choice in choices if choice.finish is None]
+                self._num_tokens += sum(choice.step(room) for choice in changed)
                 yield RequestOutput(
                     request_id=request_id,
                     prompt=prompt.text,
                     prompt_token_ids=prompt.token_ids,
-                    outputs=[choice.output() for choice in choices],
+                    outputs=[choice.hand_over() for choice in changed],
                     finished=all(choice.finish is not None for choice in choices),
                     num_cached_tokens=0,
                 )
@@ -167,24 +168,23 @@ class _Choice:
         self._cutter = Cutter(
             params, prompt.token_ids, most, tokenizer=tokenizer, end_token_ids=tokenizer.end_token_ids
         )
-        self._text, self._ids = "", list[int]()
+        self._text, self._ids, self._num_ids = "", list[int](), 0
         self._logprobs: list[PositionLogprobs] = []
         self.finish: str | None = None
         self._stop_reason: int | str | None = None
 
     def step(self, room: int) -> int:
         """Take a token; returns how many were kept."""
-        if self.finish is not None:
-            return 0
         token = next(self._tokens)
         _, found = self._cutter.cut([token])
+        self._num_ids += len(found.token_ids)
         self._text += found.text
         self._ids += found.token_ids
         if self._params.logprobs is not None:
             self._logprobs += [self._report(one) for one in found.token_ids]
         if found.finish_reason is not None:
             self.finish, self._stop_reason = found.finish_reason.value, found.stop_reason
-        elif len(self._ids) >= room:
+        elif self._num_ids >= room:
             self.finish = "length"
         return len(found.token_ids)
 
@@ -196,13 +196,15 @@ class _Choice:
             for place, one in enumerate(others[: max(0, (self._params.logprobs or 0) - 1)])
         }
 
-    def output(self) -> CompletionOutput:
-        """Return what there is so far."""
-        return CompletionOutput(
+    def hand_over(self) -> CompletionOutput:
+        """Return what came since the last call."""
+        output = CompletionOutput(
             index=self._index,
             text=self._text,
-            token_ids=list(self._ids),
-            logprobs=list(self._logprobs) if self._params.logprobs is not None else None,
+            token_ids=self._ids,
+            logprobs=self._logprobs if self._params.logprobs is not None else None,
             finish_reason=self.finish,
             stop_reason=self._stop_reason,
         )
+        self._text, self._ids, self._logprobs = "", [], []
+        return output

@@ -81,7 +81,7 @@ class Backend(Protocol):
         priority: int = 0,
         cache_salt: str = "",
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Complete a prompt; an item after every step that brought something. Closing it aborts.
+        """Complete a prompt; an item of the kind asked for after every step that brought something. Closing it aborts.
 
         Raises:
             RequestError: at the call or at the first item.

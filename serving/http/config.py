@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
 
+from gdn_jax.serving.config import SettingError
+
 MetricsCompat = Literal["none", "vllm"]
 
 
@@ -55,20 +57,20 @@ class ServerConfig:
         """Check every value.
 
         Raises:
-            ValueError: a value lies outside its range or a file is not there; the message has the rule and the remedy.
+            SettingError: a value lies outside its range, or a file is not there; the message has the rule.
         """
         for name, (admits, words) in _RULES.items():
             if not admits(getattr(self, name)):
-                raise ValueError(f"{name} must be {words}; got {getattr(self, name)!r}")
+                raise SettingError(f"{name} must be {words}; got {getattr(self, name)!r}")
         if bool(self.ssl_certfile) != bool(self.ssl_keyfile):
-            raise ValueError("ssl_certfile and ssl_keyfile must be given together; give both, or neither for HTTP")
+            raise SettingError("ssl_certfile and ssl_keyfile must be given together; give both, or neither for HTTP")
         for name in ("ssl_certfile", "ssl_keyfile", "api_key_file"):
             path = getattr(self, name)
             if path and not Path(path).is_file():
-                raise ValueError(f"{name} must be a file; there is none at {path}")
+                raise SettingError(f"{name} must be a file; there is none at {path}")
         self.template_variables()
         if not all(key.isascii() and key.isprintable() and key.strip() for key in self.keys()):
-            raise ValueError("api keys must be printable ASCII, as they travel in a header; choose another key")
+            raise SettingError("api keys must be printable ASCII, as they travel in a header; choose another key")
 
     def keys(self) -> tuple[str, ...]:
         """Return every key, those of the file too."""
@@ -79,16 +81,18 @@ class ServerConfig:
         """Return `chat_template_kwargs` as a mapping.
 
         Raises:
-            ValueError: it is not a JSON object.
+            SettingError: it is not a JSON object.
         """
         if not self.chat_template_kwargs:
             return {}
         try:
             value: object = json.loads(self.chat_template_kwargs)
         except ValueError as error:
-            raise ValueError(f"chat_template_kwargs must be JSON: {error}; got {self.chat_template_kwargs!r}") from None
+            raise SettingError(
+                f"chat_template_kwargs must be JSON: {error}; got {self.chat_template_kwargs!r}"
+            ) from None
         if not isinstance(value, dict):
-            raise ValueError(f"chat_template_kwargs must be a JSON object; got {self.chat_template_kwargs!r}")
+            raise SettingError(f"chat_template_kwargs must be a JSON object; got {self.chat_template_kwargs!r}")
         return cast("dict[str, object]", value)
 
     @property

@@ -1,12 +1,12 @@
 """Engine outputs as what is new in them: one Delta per choice that got something.
 
-`wanted` asks the engine for its form of output and `DeltaReader` reads that form; nothing else knows it.
+`wanted` asks the engine for a form of output and `deltas_of` reads that form; nothing else knows it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from gdn_jax.serving.outputs import FinishReason, PositionLogprobs, RequestOutput
-from gdn_jax.serving.sampling_params import SamplingParams
+from gdn_jax.serving.outputs import PositionLogprobs, RequestOutput
+from gdn_jax.serving.sampling_params import RequestOutputKind, SamplingParams
 
 
 @dataclass(slots=True, eq=False)
@@ -26,42 +26,25 @@ class Delta:
     text: str
     token_ids: list[int]
     logprobs: list[PositionLogprobs] | None
-    finish_reason: FinishReason | None
+    finish_reason: str | None
     stop_reason: int | str | None
 
 
 def wanted(params: SamplingParams) -> SamplingParams:
-    """Return parameters that make the engine report in the form that `DeltaReader` reads."""
-    return params
+    """Return parameters that make each output of the engine hold what is new, and no more."""
+    return replace(params, output_kind=RequestOutputKind.DELTA)
 
 
-class DeltaReader:
-    """Reads the outputs of one prompt, each of which holds all there is so far."""
-
-    def __init__(self, num_choices: int, first_choice: int) -> None:
-        """Read a prompt's choices, numbered from `first_choice`."""
-        self._first = first_choice
-        self._seen = [(0, 0)] * num_choices  # characters and tokens of each
-        self._ended = [False] * num_choices
-
-    def read(self, output: RequestOutput) -> list[Delta]:
-        """Return what is new."""
-        deltas: list[Delta] = []
-        for completion in output.outputs:
-            index, tokens = completion.index, completion.token_ids
-            num_characters, num_tokens = self._seen[index]
-            ends = completion.finish_reason is not None
-            if self._ended[index] or (len(tokens) == num_tokens and not ends):
-                continue
-            self._seen[index], self._ended[index] = (len(completion.text), len(tokens)), ends
-            deltas.append(
-                Delta(
-                    self._first + index,
-                    completion.text[num_characters:],
-                    tokens[num_tokens:],
-                    None if completion.logprobs is None else completion.logprobs[num_tokens:],
-                    completion.finish_reason,
-                    completion.stop_reason,
-                )
-            )
-        return deltas
+def deltas_of(output: RequestOutput, first_choice: int) -> list[Delta]:
+    """Return what is new for the choices of one prompt, which are numbered from `first_choice`."""
+    return [
+        Delta(
+            first_choice + completion.index,
+            completion.text,
+            completion.token_ids,
+            completion.logprobs,
+            completion.finish_reason,
+            completion.stop_reason,
+        )
+        for completion in output.outputs
+    ]

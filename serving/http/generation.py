@@ -16,7 +16,7 @@ from starlette.types import Receive, Send
 from gdn_jax.serving.core.errors import RequestError
 from gdn_jax.serving.http.backend import Backend
 from gdn_jax.serving.http.bodies import ClientLeftError
-from gdn_jax.serving.http.deltas import Delta, DeltaReader, wanted
+from gdn_jax.serving.http.deltas import Delta, deltas_of, wanted
 from gdn_jax.serving.http.errors import HTTPError, Refusal, failed, invalid, refusal_of, timed_out
 from gdn_jax.serving.http.middleware import send_refusal
 from gdn_jax.serving.http.records import Record, record_of
@@ -179,13 +179,12 @@ async def _deltas(
         )
         for index, prompt in enumerate(prompts)
     ]
-    readers = [DeltaReader(num_choices, index * num_choices) for index in range(len(prompts))]
     cached = [0] * len(prompts)
     async with aclosing(_together(streams)) as outputs:
         async for batch in outputs:
             deltas: list[Delta] = []
             for index, output in batch:
-                deltas += readers[index].read(output)
+                deltas += deltas_of(output, index * num_choices)
                 cached[index] = output.num_cached_tokens or 0
             record.cached_tokens = sum(cached)
             for delta in deltas:

@@ -16,7 +16,7 @@ from gdn_jax.serving.http.deltas import Delta
 from gdn_jax.serving.http.errors import Refusal
 from gdn_jax.serving.http.middleware import send_json, send_refusal
 from gdn_jax.serving.http.records import Record, fresh_hex, record_of
-from gdn_jax.serving.outputs import FinishReason, PositionLogprobs
+from gdn_jax.serving.outputs import PositionLogprobs
 
 encode = msgspec.json.Encoder().encode
 _DONE = b"data: [DONE]\n\n"
@@ -30,7 +30,7 @@ class Choice:
     text: list[str] = field(default_factory=list[str])
     token_ids: list[int] = field(default_factory=list[int])
     logprobs: list[PositionLogprobs] = field(default_factory=list[PositionLogprobs])
-    finish_reason: FinishReason | None = None
+    finish_reason: str | None = None
     stop_reason: int | str | None = None
 
 

@@ -186,10 +186,13 @@ def test_tokenize_counts_what_generation_reads_and_detokenize_inverts_it(server:
 def test_a_failed_step_is_an_error_event_in_a_stream_and_a_500_otherwise() -> None:
     class Failing(StubEngine):
         async def generate(self, prompt, sampling_params, request_id, *, priority=0, cache_salt=""):
-            async for output in super().generate(prompt, sampling_params, request_id):
-                if len(output.outputs[0].token_ids) == 3:
+            stream = super().generate(prompt, sampling_params, request_id)
+            for count in range(3):
+                output = await anext(stream)
+                if count == 2:
                     object.__setattr__(output.outputs[0], "finish_reason", "error")
                 yield output
+            await stream.aclose()
 
     with live_server(Failing) as server:
         assert server.post("/v1/completions", completion()).status_code == 500
