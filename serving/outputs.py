@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-FinishReason = Literal["stop", "length", "abort", "error"]
 _SHOWN_IDS = 8
 _SHOWN_CHARACTERS = 80
 
@@ -74,7 +73,7 @@ class CompletionOutput:
     token_ids: list[int]
     cumulative_logprob: float | None = None
     logprobs: list[PositionLogprobs] | None = None
-    finish_reason: FinishReason | None = None
+    finish_reason: Literal["stop", "length", "abort", "error"] | None = None
     stop_reason: int | str | None = None
 
     def finished(self) -> bool:

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 
 from oracles.tell_tale import TellTaleError, TellTaleRunner, next_token
 
+from gdn_jax.serving.core.limits import Limits
 from gdn_jax.serving.core.placement import CacheMode, Placement
 from gdn_jax.serving.core.plan import Phase, RowCut, RowPlan, StepPlan
 from gdn_jax.serving.core.request import FinishReason, Request, RequestId, Status
-from gdn_jax.serving.core.scheduler import Limits, Scheduler
+from gdn_jax.serving.core.scheduler import Scheduler
 
 STOP_TOKEN = 1
 
@@ -257,10 +258,12 @@ class CoreRig:
 
     def books(self) -> dict[str, object]:
         """Return a copy of everything the core remembers but its counts, to see that something changed nothing."""
-        holdings = self.scheduler.holdings
+        holdings, queues = self.scheduler.holdings, self.scheduler._queues
         requests = {
-            name: {key: copy.copy(getattr(request, key)) for key in type(request).__slots__ if key != "chain"}
-            for name, request in self.scheduler._requests.items()
+            request.request_id: {
+                key: copy.copy(getattr(request, key)) for key in type(request).__slots__ if key != "chain"
+            }
+            for request in self.scheduler._queues.live()
         }
         blocks = {key: copy.copy(value) for key, value in vars(holdings.blocks).items() if key != "_on_evict"}
         blocks["idle order"] = list(holdings.blocks._idle)
@@ -271,5 +274,5 @@ class CoreRig:
             "blocks": blocks,
             "checkpoints": checkpoints,
             "lanes": list(holdings._lanes),
-            "queues": [[r.request_id for r in q] for q in (self.scheduler._waiting, self.scheduler._running)],
+            "queues": [[r.request_id for r in queue] for queue in (queues._waiting, queues._running)],
         }

@@ -407,7 +407,7 @@ def test_what_is_released_is_gone_from_the_request_too() -> None:
         (lambda rig: rig.scheduler.holdings.checkpoints.try_reserve(placed=True), "are reserved"),
         (lambda rig: rig.scheduler.holdings.checkpoints.try_take(), "are running"),
         (lambda rig: rig.scheduler.holdings.blocks.forget_all(), "block chain is broken"),
-        (lambda rig: rig.scheduler._waiting.append(rig.scheduler.running()[0]), "in no queue"),
+        (lambda rig: rig.scheduler._queues._waiting.append(rig.scheduler.running()[0]), "in no queue or in two"),
     ],
 )
 def test_the_check_sees_books_that_do_not_agree_with_the_holders(break_it, message: str) -> None:
