@@ -246,7 +246,7 @@ class Engine:
         outputs: list[EngineOutput] = []
         for row, row_result in zip(plan.rows, result.rows, strict=True):
             cutter = self._cutters.get(row.request_id)
-            if cutter is None or not row.emits:  # a closing row, or more prompt to come
+            if cutter is None or (row_result.finite and not row.emits):  # a closing row, or more prompt to come
                 cuts.append(RowCut(num_kept=0))
                 continue
             if not row_result.finite:

@@ -91,7 +91,7 @@ class RowResult(NamedTuple):
     tokens: tuple[int, ...]  # emitted: accepted drafts and one more; empty if the row does not emit
     saved: tuple[int, ...]  # boundaries whose states were stored
     num_drafts: int = 0  # drafts made for the next step
-    finite: bool = True  # false: the logits hold NaN or infinities, so the tokens mean nothing
+    finite: bool = True  # false: the logits after the span hold NaN or infinities; nothing the row wrote may be kept
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, when some row of the step asked for them
 
 

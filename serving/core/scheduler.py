@@ -259,9 +259,9 @@ class Scheduler:
         request.num_drafts = result.num_drafts
         request.tokens.extend(result.tokens[: cut.num_kept])
         if request.finish is None:  # else it was aborted while the step ran
-            request.finish = cut.finish
-        if cut.finish is FinishReason.ERROR:
-            request.publishes = False  # nothing a failed row wrote may be found
+            request.finish = cut.finish if result.finite else FinishReason.ERROR
+        if not result.finite:
+            request.publishes = False  # nothing that this row wrote may be found
         holdings.publish_blocks(request)
         for export in row.exports:
             holdings.commit_export(request, export, self.counts, stored=export.boundary in result.saved)

@@ -169,13 +169,14 @@ class Runner:
             for export in row.exports
             if stored[export.boundary // self._sizes.block_size - first if prefill else 0]
         )
+        finite = bool(outputs.finite[index]) or not row.tokens  # a closing row runs no token, so it has no logits
         if not row.emits:
-            return RowResult(tokens=(), saved=saved)
+            return RowResult(tokens=(), saved=saved, finite=finite)
         num_top = self._lanes.num_top(row.lane)
         return RowResult(
             tokens=(int(outputs.tokens[index]),),
             saved=saved,
-            finite=bool(outputs.finite[index]),
+            finite=finite,
             logprobs=() if num_top is None else (_logprobs(outputs, index, num_top),),
         )
 

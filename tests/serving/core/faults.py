@@ -17,6 +17,8 @@ import test_endings
 import test_hit_lengths
 import test_holdings
 import test_scheduler
+from oracles.core_rig import CoreRig
+from oracles.tell_tale import TellTaleRunner
 
 from gdn_jax.serving.core import holdings as holdings_module
 from gdn_jax.serving.core.blocks import BlockPool, HashChain
@@ -24,6 +26,7 @@ from gdn_jax.serving.core.checkpoints import CheckpointStore, Retention
 from gdn_jax.serving.core.holdings import Counts, Holdings
 from gdn_jax.serving.core.open_plan import OpenPlan
 from gdn_jax.serving.core.placement import CacheMode, Placement
+from gdn_jax.serving.core.plan import Phase, RowResult
 from gdn_jax.serving.core.prefix_cache import lookup
 from gdn_jax.serving.core.queues import Queues
 from gdn_jax.serving.core.request import FinishReason, Request, Status
@@ -261,14 +264,48 @@ def the_turn_end_is_where_the_last_window_ended_not_the_answer(patch: Patch) -> 
     around(patch, Holdings, "turn_end", turn_end)
 
 
-@fault(test_endings.test_a_row_whose_numbers_went_wrong_ends_alone_and_publishes_nothing)
+@fault(test_endings.test_a_prompt_whose_numbers_go_wrong_ends_alone_and_leaves_nothing_to_find)
 def a_row_with_broken_numbers_is_published(patch: Patch) -> None:
     def commit_row(original, self, request, row, result, cut):
-        if cut.finish is FinishReason.ERROR:
-            cut = cut._replace(finish=FinishReason.LENGTH)
+        if not result.finite:
+            request.finish = FinishReason.ERROR
+        original(self, request, row, result._replace(finite=True), cut)
+
+    around(patch, Scheduler, "_commit_row", commit_row)
+
+
+@fault(test_endings.test_a_span_that_emits_nothing_ends_its_request_too_when_its_numbers_go_wrong)
+def broken_numbers_are_only_noticed_in_rows_that_emit(patch: Patch) -> None:
+    def commit_row(original, self, request, row, result, cut):
+        original(self, request, row, result if row.emits else result._replace(finite=True), cut)
+
+    around(patch, Scheduler, "_commit_row", commit_row)
+    patch.setattr(CoreRig, "_cut", cut_rows_that_emit(CoreRig._cut))
+
+
+def cut_rows_that_emit(cut: Callable) -> Callable:
+    return lambda self, request_id, result: cut(self, request_id, result if result.tokens else RowResult((), ()))
+
+
+@fault(sessions)
+def the_blocks_of_broken_numbers_are_published(patch: Patch) -> None:
+    def commit_row(original, self, request, row, result, cut):
+        if not result.finite:
+            request.folded = row.end
+            self.holdings.publish_blocks(request)
         original(self, request, row, result, cut)
 
     around(patch, Scheduler, "_commit_row", commit_row)
+
+
+@fault(lambda: test_endings.test_an_answer_whose_numbers_go_wrong_keeps_what_it_had_and_saves_nothing_more(0))
+def broken_numbers_leave_a_turn_end(patch: Patch) -> None:
+    def end(original, self, request):
+        if request.finish is FinishReason.ERROR:
+            request.finish, request.publishes = FinishReason.LENGTH, True
+        original(self, request)
+
+    around(patch, Scheduler, "_end", end)
 
 
 # Names.
@@ -551,6 +588,61 @@ def somebody_is_preempted_for_drafts(patch: Patch) -> None:
         return original(self, request)
 
     around(patch, OpenPlan, "_decode", decode)
+
+
+@fault(lambda: test_scheduler.test_requests_of_one_step_that_share_a_prefix_all_answer_right(CacheMode.ALL, 2))
+def a_row_is_given_the_pages_that_its_twin_is_just_writing(patch: Patch) -> None:
+    """The books are right, and both rows would write the same: only the race itself can tell."""
+
+    def plan(original, self):
+        made = original(self)
+        if made is None or len(made.rows) < 2 or made.rows[0].phase is not Phase.PREFILL:
+            return made
+        first, second, *others = made.rows
+        shared = (*first.new_blocks[:3], *second.new_blocks[3:])
+        self._plan = replace(made, rows=(first, second._replace(new_blocks=shared), *others))
+        return self._plan
+
+    around(patch, Scheduler, "plan", plan)
+
+
+@fault(sessions)
+def what_a_new_page_holds_by_chance_is_not_written_again(patch: Patch) -> None:
+    """Stale content of a block that is lent anew is right by chance: with two tokens, quite often."""
+
+    def write(original, self, table, start, tokens):
+        for position, token in enumerate(tokens, start):
+            page = self.stale.get(table[position // self.block_size], {})
+            if page.get(position % self.block_size) != token:
+                original(self, table, position, (token,))
+
+    remember_stale(patch)
+    around(patch, TellTaleRunner, "_write", write)
+
+
+@fault(sessions)
+def a_state_that_a_new_slot_holds_by_chance_is_not_written_again(patch: Patch) -> None:
+    def prefill(original, self, row, table, state, writes):
+        result = original(self, row, table, state, writes)
+        for slot in (row.write_anchor, *(export.slot for export in row.exports)):
+            if self.stale_slots.get(slot) == writes[slot]:
+                del writes[slot]
+        return result
+
+    remember_stale(patch)
+    around(patch, TellTaleRunner, "_prefill", prefill)
+
+
+def remember_stale(patch: Patch) -> None:
+    """Let the fake device keep a copy of what it is about to forget."""
+
+    def empty(original, self, plan, tables):
+        pages, slots = {page: dict(content) for page, content in self.pages.items()}, dict(self.slots)
+        original(self, plan, tables)
+        self.stale = {page: content for page, content in pages.items() if page not in self.pages}
+        self.stale_slots = {slot: state for slot, state in slots.items() if slot not in self.slots}
+
+    around(patch, TellTaleRunner, "_empty_what_is_lent_anew", empty)
 
 
 # Order and endings.

@@ -108,7 +108,7 @@ def test_a_pin_ends_with_the_commit_of_the_step_that_read_it() -> None:
     assert not store.can_take_over(row.read_anchor)
     result = rig.runner.run(plan)
     assert request.pinned is not None
-    rig.scheduler.commit(plan, result, [rig._cut(row.request_id, result.rows[0].tokens)])
+    rig.scheduler.commit(plan, result, [rig._cut(row.request_id, result.rows[0])])
     assert request.pinned is None
     assert request.read_anchor == request.slot
     assert store.can_take_over(row.read_anchor)
@@ -276,7 +276,7 @@ def test_a_state_that_the_step_did_not_store_is_not_published() -> None:
     result = rig.runner.run(plan)
     assert result.rows[0].saved == (8,)
     unsaved = result.rows[0]._replace(saved=())
-    rig.scheduler.commit(plan, type(result)(rows=(unsaved,)), [rig._cut(plan.rows[0].request_id, unsaved.tokens)])
+    rig.scheduler.commit(plan, type(result)(rows=(unsaved,)), [rig._cut(plan.rows[0].request_id, unsaved)])
     rig.scheduler.check()
     assert saved(rig) == set()
     assert rig.scheduler.counts.saves == 0

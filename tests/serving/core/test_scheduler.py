@@ -156,7 +156,7 @@ def test_spans_start_on_the_grid_and_end_on_it_unless_they_end_the_prompt(budget
         (row,) = plan.rows
         saved = tuple(export.boundary for export in row.exports)
         result = StepResult(rows=(RowResult(tokens=(1,) if row.emits else (), saved=saved),))
-        rig.scheduler.commit(plan, result, [rig._cut(row.request_id, result.rows[0].tokens)])
+        rig.scheduler.commit(plan, result, [rig._cut(row.request_id, result.rows[0])])
     assert spans(rig) == expected
 
 
