@@ -135,14 +135,17 @@ def test_nan_in_one_requests_state_ends_that_request_alone_and_none_of_it_is_fou
     assert_right(again, oracle)
 
 
-def test_a_prompt_whose_numbers_go_wrong_leaves_nothing_to_hit(oracle: Oracle) -> None:
-    """The first call's parameters are broken, so every state and page that it writes is; nothing of it is published."""
-    llm = make_llm(state_interval=64)
-    runner, prompt = runner_of(llm), random_ids(1, 130)
+@pytest.mark.parametrize("length", [60, 130, 300])
+def test_a_prompt_whose_numbers_go_wrong_leaves_nothing_to_hit(oracle: Oracle, length: int) -> None:
+    """Parameters are broken during the first call; a long prompt goes on with sound ones if it is not ended there."""
+    llm = make_llm(state_interval=64, max_num_batched_tokens=64 if length == 300 else 256)
+    runner, prompt = runner_of(llm), random_ids(1, length)
     sound = runner._params
     runner._params = jax.tree.map(lambda array: jnp.full_like(array, jnp.nan), sound)
-    (broken,) = ask(llm, [prompt], greedy(8))
+    stream = llm.stream(prompt, greedy(8))
+    step(llm)
     runner._params = sound
+    (broken,) = stream
     assert (broken.outputs[0].finish_reason, broken.outputs[0].token_ids) == ("error", [])
     stats = llm.stats()
     assert idle(stats)

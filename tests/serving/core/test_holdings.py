@@ -3,11 +3,13 @@
 import pytest
 from oracles.core_rig import CoreRig
 
+from gdn_jax.serving.core import holdings
 from gdn_jax.serving.core.blocks import BlockId, BlockPool
 from gdn_jax.serving.core.checkpoints import CheckpointStore, Retention, SlotId
 from gdn_jax.serving.core.errors import InvariantError
 from gdn_jax.serving.core.holdings import Save
 from gdn_jax.serving.core.placement import CacheMode
+from gdn_jax.serving.core.prefix_cache import lookup
 from gdn_jax.serving.core.request import Request, RequestId
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]  # two full blocks of four and two tokens more
@@ -392,6 +394,24 @@ def test_what_is_released_is_gone_from_the_request_too() -> None:
     assert (request.blocks, request.num_sent_blocks, request.folded, request.num_replay) == ([], 0, 0, 0)
     assert rig.scheduler.holdings.blocks.num_held() == 0
     assert rig.scheduler.holdings.checkpoints.num_owned == 0
+
+
+def test_nothing_is_looked_up_while_every_lane_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = make_rig(num_lanes=1)
+    rig.add("busy", PROMPT, max_tokens=9)
+    rig.add("waits", PROMPT, max_tokens=1)
+    lookups: list[int] = []
+
+    def count(chain, cap, **pools):
+        lookups.append(cap)
+        return lookup(chain, cap, **pools)
+
+    monkeypatch.setattr(holdings, "lookup", count)
+    for _ in range(8):
+        rig.step()
+    assert lookups == [len(PROMPT) - 1]  # that of the admission
+    rig.finish()
+    assert rig.ended["waits"].num_cached == 8
 
 
 # The check.
