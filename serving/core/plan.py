@@ -3,8 +3,8 @@
 A plan is complete: with the parameters and the device state it determines the step. It takes resources but publishes
 nothing; `Scheduler.commit` does that, after the step that wrote the data.
 
-What exists once per row and step is a named tuple: a frozen dataclass of that many fields takes four times as long to
-make. Give its fields by name.
+What exists once per row and step is a named tuple, made by keyword: a frozen dataclass takes up to four times as long
+to make (docs/decisions/0003-rows-are-named-tuples.md).
 """
 
 from dataclasses import dataclass

@@ -67,6 +67,7 @@ def test_a_pending_token_without_a_block_to_run_in_gets_no_row() -> None:
     rig = make_rig(num_blocks=4)
     request = admitted(rig, "a", PROMPT, max_tokens=2)
     request.tokens += [5, 5]
+    request.max_tokens = 9
     request.folded, request.num_replay = 11, 0
     plan = open_plan(rig, 4)
     plan.add(request)
