@@ -22,8 +22,9 @@ from gdn_jax.kernels.dispatch import Implementation, KernelChoice, choose_kernel
 from gdn_jax.model import LanguageModel, abstract_model, resolve_dtype
 from gdn_jax.serving.config import EngineConfig
 from gdn_jax.serving.core.errors import StartupError
+from gdn_jax.serving.core.limits import Limits
 from gdn_jax.serving.core.placement import CacheMode, Placement
-from gdn_jax.serving.core.scheduler import Limits, Scheduler
+from gdn_jax.serving.core.scheduler import Scheduler
 from gdn_jax.serving.engine import Engine
 from gdn_jax.serving.runner.buckets import make_buckets
 from gdn_jax.serving.runner.memory import MemoryPlan, MemoryRequest, describe_bytes, plan_memory

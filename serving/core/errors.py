@@ -1,4 +1,4 @@
-"""The error tree of serving. `http/errors.py` is the only map from here to status codes.
+"""The error tree of serving. What a server answers with is decided there; here stands whose fault an error is.
 
 EngineError
 ├── RequestError (ValueError)       the caller's fault: this request is refused, nothing else is touched
@@ -6,12 +6,14 @@ EngineError
 │   ├── InvalidParameterError           a value of the wrong type or out of its range
 │   ├── InvalidPromptError              an empty prompt, or text or token ids that cannot be encoded or embedded
 │   ├── PromptTooLongError              prompt and wanted tokens exceed what one request may hold
+│   ├── UnknownParameterError (TypeError)   a keyword that no parameter has; in `sampling_params.py`
 │   └── UnsupportedParameterError       a known setting or content kind that this engine does not offer
 ├── StartupError (ValueError)       a config, file or combination of settings with which the engine cannot start
-└── DeviceError                     a step failed on the device: the requests in it fail, the engine goes on
+└── EngineStoppedError              the engine was shut down, or stopped by a fault; in `async_engine.py`
 InvariantError (AssertionError)     our bug: the books contradict themselves, the engine stops
 
-A message states the rule, the value received and the remedy. `UnsupportedKernelError` lives in `kernels/dispatch.py`.
+A step that fails on the device raises nothing: its requests end with finish reason "error". A message states the rule,
+the value received and the remedy. `UnsupportedKernelError` lives in `kernels/dispatch.py`, which knows nothing of ours.
 """
 
 
@@ -53,10 +55,6 @@ class UnsupportedParameterError(RequestError):
 
 class StartupError(EngineError, ValueError):
     """The engine cannot start with this model folder or these settings."""
-
-
-class DeviceError(EngineError):
-    """A step failed on the device; its requests fail, the others are requeued."""
 
 
 class InvariantError(AssertionError):

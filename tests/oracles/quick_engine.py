@@ -31,9 +31,10 @@ VOCABULARY = 120  # of answers
 
 
 class QuickRunner(Runner):
-    """A runner whose device is a tell-tale one.
+    """A runner whose device is a tell-tale one; it is a Runner by name alone, and shares nothing with it.
 
     Attributes:
+        known: how live requests sample.
         is_finite: of a row; every row is by default.
         step_error: raised by the next step.
         reset_error: raised by every reset while it is set.
@@ -46,7 +47,7 @@ class QuickRunner(Runner):
         self.before_step: Callable[[StepPlan], None] = lambda plan: None
         self.step_error: BaseException | None = None
         self.reset_error: BaseException | None = None
-        self._requests: dict[RequestId, RequestSampling] = {}
+        self.known: dict[RequestId, RequestSampling] = {}
         self.reset()
 
     def reset(self) -> None:
@@ -54,6 +55,14 @@ class QuickRunner(Runner):
         if self.reset_error is not None:
             raise self.reset_error
         self.device = TellTaleRunner(block_size=BLOCK, vocabulary=VOCABULARY, num_drafts=self._num_drafts)
+
+    def add(self, request_id: RequestId, sampling: RequestSampling) -> None:
+        """Make a request known."""
+        self.known[request_id] = sampling
+
+    def forget(self, request_id: RequestId) -> None:
+        """Drop what is known of a request, if anything."""
+        self.known.pop(request_id, None)
 
     def run(self, plan: StepPlan) -> StepResult:
         """Run a plan, as the tests arranged it."""
@@ -65,7 +74,7 @@ class QuickRunner(Runner):
         return StepResult(rows=tuple(self._report(*pair) for pair in zip(plan.rows, rows, strict=True)))
 
     def _report(self, row: RowPlan, result: RowResult) -> RowResult:
-        sampling = self._requests.get(row.request_id)
+        sampling = self.known.get(row.request_id)
         count = sampling.num_logprobs if sampling is not None else None
         reports = [] if count is None else [_logprobs(token, count) for token in result.tokens]
         return result._replace(finite=self.is_finite(row), logprobs=tuple(reports))

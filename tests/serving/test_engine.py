@@ -138,7 +138,7 @@ def test_what_a_request_brings_wrong_leaves_nothing_queued(engine: Engine, monke
     assert not engine.has_work
     ask(engine, "a", OTHER)
     assert run(engine)["a"][1] == "length"
-    assert not runner._requests
+    assert not runner.known
 
 
 def test_ended_requests_are_counted_by_how_they_ended(engine: Engine) -> None:

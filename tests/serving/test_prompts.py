@@ -52,7 +52,7 @@ def test_a_str_a_dict_and_a_run_of_integers_are_one_prompt_each(given: object, c
     assert len(as_prompts(given)) == count  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize("given", [None, 5, 1.5, b"bytes", object()], ids=repr)
+@pytest.mark.parametrize("given", [None, 5, 1.5, b"bytes", object], ids=repr)
 def test_what_is_no_prompt_at_all_is_refused_by_its_type(given: object) -> None:
     with pytest.raises(InvalidPromptError, match=f"got {type(given).__name__}"):
         as_prompts(given)  # pyright: ignore[reportArgumentType]
