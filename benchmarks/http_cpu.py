@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,22 +56,22 @@ class Arguments:
     case: str = ""
 
 
-def _body(case: str) -> bytes:
-    fields: dict[str, object] = {"prompt": _PROMPT, "temperature": 0, "ignore_eos": True}
+def _body(case: str, prompt: str = _PROMPT) -> bytes:
+    fields: dict[str, object] = {"prompt": prompt, "temperature": 0, "ignore_eos": True}
     if case == "requests":
         fields |= {"max_tokens": 1}
     else:
         fields |= {"max_tokens": _PACED_TOKENS if case == "first-token" else _TOKENS, "stream": True}
-    return json.dumps(fields).encode()
-
-
-async def _client(port: int, case: str, until: float, found: list[tuple[float, int]]) -> None:
-    """Ask again and again on one connection; note of each answer the seconds to its first event and its tokens."""
-    body = _body(case)
+        fields |= {"stream_options": {"include_usage": True}}
+    body = json.dumps(fields).encode()
     head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
-    request = head.encode() % len(body) + body
+    return head.encode() % len(body) + body
+
+
+async def _client(port: int, requests: Iterator[bytes], found: list[tuple[float, int]]) -> None:
+    """Send requests on one connection; note of each answer the seconds to its first event and its tokens."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    while time.perf_counter() < until:
+    for request in requests:
         began = time.perf_counter()
         writer.write(request)
         headers = await reader.readuntil(b"\r\n\r\n")
@@ -84,17 +84,34 @@ async def _client(port: int, case: str, until: float, found: list[tuple[float, i
         data = await reader.read(65536)
         first = time.perf_counter() - began
         while not data.endswith(b"0\r\n\r\n"):
-            data += await reader.read(65536)
-        found.append((first, data.count(b'"finish_reason":null')))
+            data = data[-512:] + await reader.read(65536)
+        found.append((first, int(data.partition(b'"completion_tokens":')[2].partition(b",")[0])))
     writer.close()
 
 
+def _again(request: bytes, seconds: float) -> Iterator[bytes]:
+    """Yield a request until the time is up."""
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        yield request
+
+
 async def _load(port: int, case: str, clients: int, seconds: float) -> dict[str, float]:
-    found: list[tuple[float, int]] = []
-    warm: list[tuple[float, int]] = []  # what is slow only once
-    await _everyone(lambda: _client(port, case, time.perf_counter() + 0.5, warm), clients)
+    async def send(requests: Iterator[bytes]) -> list[tuple[float, int]]:
+        """Send requests from all clients, each taking the next one."""
+        found: list[tuple[float, int]] = []
+        await asyncio.gather(*(_client(port, requests, found) for _ in range(clients)))
+        return found
+
+    def requests(seconds: float) -> Iterator[bytes]:
+        """Return what the clients share."""
+        if case == "prompts":
+            return iter([_body(case, prompt) for prompt in _prompts(clients)])
+        return _again(_body(case), seconds)
+
+    warm = await send(requests(0.5))  # what is slow only once
     began = time.perf_counter()
-    await _everyone(lambda: _client(port, case, began + seconds, found), clients)
+    found = await send(requests(seconds))
     elapsed = time.perf_counter() - began
     return {
         "requests": len(found) / elapsed,
@@ -105,8 +122,8 @@ async def _load(port: int, case: str, clients: int, seconds: float) -> dict[str,
     }
 
 
-async def _everyone(make: Callable[[], Awaitable[None]], count: int) -> None:
-    await asyncio.gather(*(make() for _ in range(count)))
+def _prompts(clients: int) -> list[str]:
+    return [f"{_PROMPT}{index}" for index in range(8 * clients)]
 
 
 def _measure(make_backend: Callable[[], Backend], case: str, arguments: Arguments) -> dict[str, float]:
@@ -154,7 +171,7 @@ def _engine_rates(arguments: Arguments) -> tuple[float, float]:
     from gdn_jax import LLM, AsyncLLM
 
     settings = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": arguments.clients, "use_tqdm": False}
-    prompts = [f"{_PROMPT}{index}" for index in range(4 * arguments.clients)]
+    prompts = _prompts(arguments.clients)
     params = SamplingParams(temperature=0, max_tokens=_TOKENS, ignore_eos=True)
     llm = LLM(str(FOLDER), **settings)
     rates = []
@@ -163,7 +180,7 @@ def _engine_rates(arguments: Arguments) -> tuple[float, float]:
         outputs = llm.generate(prompts, params, use_tqdm=False)
         rates.append(sum(len(output.outputs[0].token_ids) for output in outputs) / (time.perf_counter() - began))
     del llm
-    found = _measure(lambda: AsyncLLM(str(FOLDER), **settings), "tokens", arguments)
+    found = _measure(lambda: AsyncLLM(str(FOLDER), **settings), "prompts", arguments)
     return rates[-1], found["tokens"]
 
 

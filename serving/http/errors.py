@@ -5,8 +5,7 @@
 | RequestError and what derives from it | 400 | invalid_request_error |
 | DuplicateRequestError | 409 | invalid_request_error |
 | HTTPError: the server's own refusals | its own | its own |
-| DeviceError | 500 | server_error |
-| any other EngineError: the engine does not run | 503 | service_unavailable |
+| EngineError: the engine does not run | 503 | service_unavailable |
 | anything else: a bug of ours | 500 | server_error |
 """
 
@@ -16,7 +15,6 @@ from dataclasses import dataclass, field
 import msgspec
 
 from gdn_jax.serving.core.errors import (
-    DeviceError,
     DuplicateRequestError,
     EngineError,
     PromptTooLongError,
@@ -119,7 +117,7 @@ def refusal_of(error: BaseException) -> Refusal:
             parameter=error.parameter,
             code=_code(error),
         )
-    if isinstance(error, EngineError) and not isinstance(error, DeviceError):
+    if isinstance(error, EngineError):
         message = "the engine is not running; try again when the server is ready"
         return unavailable(message, "engine_stopped").refusal
     return failed()

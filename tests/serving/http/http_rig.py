@@ -25,6 +25,7 @@ class LiveServer:
     def __init__(self, make_backend: Callable[[], Backend], config: ServerConfig, model: str) -> None:
         self.state = ServerState(config, model)
         self.server = Server(make_backend, self.state)
+        self.client = httpx.Client(timeout=30, verify=False)
         self._thread = threading.Thread(target=self.server.run, daemon=True)
 
     def start(self, *, until: str) -> None:
@@ -46,10 +47,10 @@ class LiveServer:
         assert not self._thread.is_alive(), "the server does not stop"
 
     def post(self, path: str, json: Any = None, **options: Any) -> httpx.Response:
-        return httpx.post(self.url + path, json=json, timeout=30, **options)
+        return self.client.post(self.url + path, json=json, **options)
 
     def get(self, path: str, **options: Any) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=30, **options)
+        return self.client.get(self.url + path, **options)
 
     def metric(self, name: str) -> float:
         """The sum of a metric's samples; 0 if there is none."""
@@ -79,6 +80,7 @@ def live_server(
             found.server.stop()
             found.server.stop()
             found.wait()
+        found.client.close()
 
 
 def completion(prompt: Any = "The river", **fields: Any) -> dict[str, Any]:
