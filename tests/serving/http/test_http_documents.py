@@ -56,3 +56,12 @@ def test_every_endpoint_and_open_path_is_on_the_page() -> None:
 def test_flags_that_the_page_names_exist() -> None:
     known = {item.name.replace("_", "-") for item in fields(ServerConfig)} | {"warm-up", "help", "model"}
     assert set(re.findall(r"--([a-z][a-z-]+)", PAGE)) <= known
+
+
+def test_the_server_loads_on_a_machine_without_jax() -> None:
+    blocked = "import sys\nfor name in ('jax', 'jaxlib', 'flax', 'numpy'): sys.modules[name] = None\n"
+    modules = [path.stem for path in (ROOT / "serving" / "http").glob("*.py") if path.stem != "__init__"]
+    code = blocked + "\n".join(f"import gdn_jax.serving.http.{name}" for name in modules)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(modules) > 15
