@@ -18,7 +18,8 @@ import numpy as np
 from oracles.numpy_model import OracleModel
 
 from gdn_jax import LLM, RequestOutput, SamplingParams
-from gdn_jax.model import LanguageModel, load_model
+from gdn_jax.config import ModelConfig
+from gdn_jax.model import LanguageModel
 from gdn_jax.serving import startup
 from gdn_jax.serving.core.plan import StepPlan, StepResult
 from gdn_jax.serving.core.scheduler import Scheduler
@@ -27,6 +28,7 @@ from gdn_jax.serving.runner import runner as runner_module
 from gdn_jax.serving.runner.buckets import Buckets, make_buckets
 from gdn_jax.serving.runner.runner import PoolSizes, Runner
 from gdn_jax.state import KVPages
+from gdn_jax.weights import load_weights
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 TINY = GOLDEN / "tiny-hybrid"
@@ -51,17 +53,19 @@ def one_shape(**sizes: Any) -> PoolSizes:
 
 def one_row_count(**sizes: Any) -> Buckets:
     """Buckets of the steps: those of an engine, but that every prefill call is padded to as many rows as lanes."""
-    return replace(make_buckets(**sizes), prefill_rows=(LANES,))
+    buckets = make_buckets(**sizes)
+    return replace(buckets, prefill=tuple(dict.fromkeys((tokens, LANES) for tokens, _ in buckets.prefill)))
 
 
-@cache
-def read_model(folder: str, **choices: Any) -> LanguageModel:
-    return load_model(folder, **choices)
+def shared_weights(model: LanguageModel, model_config: ModelConfig, folder: str, *, progress: object) -> LanguageModel:
+    """Load weights as `load_weights` does, once for all engines: steps do not change them."""
+    key = (folder, str(model.dtype), model_config)
+    if key not in _LOADED:
+        _LOADED[key] = load_weights(model, model_config, folder)
+    return _LOADED[key]
 
 
-def shared_model(folder: str, *, progress: object, **choices: Any) -> LanguageModel:
-    """Load a model as `load_model` does, once for all engines: steps do not change it."""
-    return read_model(folder, **choices)
+_LOADED: dict[tuple[str, str, ModelConfig], LanguageModel] = {}
 
 
 def make_llm(folder: str | Path = TINY, **settings: Any) -> LLM:
@@ -69,7 +73,7 @@ def make_llm(folder: str | Path = TINY, **settings: Any) -> LLM:
     with (
         patch.object(startup, "PoolSizes", one_shape),
         patch.object(startup, "make_buckets", one_row_count),
-        patch.object(startup, "load_model", shared_model),
+        patch.object(startup, "load_weights", shared_weights),
     ):
         llm = LLM(str(folder), **SETTINGS | settings)
     poison(llm)
