@@ -8,6 +8,9 @@ rotation, and stands in W_q interleaved per head: D rows of query, then D rows o
 come in and go out.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -69,17 +72,8 @@ class GatedAttention(nnx.Module):
         row, owned = batch.rows.row_of(x.shape[0])
         position = batch.rows.positions(x.shape[0])
         slot = token_slots(batch.block_tables, row, position, owned)
-        q, gate, pages = self._enter(x, pages, position + rope_offset, slot)
-        out = paged_attention_prefill(
-            q,
-            pages.k,
-            pages.v,
-            batch.block_tables,
-            batch.rows,
-            first_key=first_key,
-            implementation=self.implementation,
-        )
-        return self._leave(out, gate), pages
+        attend = partial(paged_attention_prefill, rows=batch.rows, block_tables=batch.block_tables, first_key=first_key)
+        return self._mix(x, pages, position + rope_offset, slot, attend)
 
     def advance(
         self,
@@ -95,22 +89,18 @@ class GatedAttention(nnx.Module):
         position = batch.rows.positions(window)
         row = jnp.broadcast_to(jnp.arange(x.shape[0], dtype=jnp.int32)[:, None], position.shape)
         slot = token_slots(batch.block_tables, row, position, batch.rows.is_new(window))
-        q, gate, pages = self._enter(x, pages, position + rope_offset, slot)
-        out = paged_attention_advance(
-            q,
-            pages.k,
-            pages.v,
-            batch.block_tables,
-            batch.rows,
-            first_key=first_key,
-            implementation=self.implementation,
-        )
-        return self._leave(out, gate), pages
+        attend = partial(paged_attention_advance, rows=batch.rows, block_tables=batch.block_tables, first_key=first_key)
+        return self._mix(x, pages, position + rope_offset, slot, attend)
 
-    def _enter(
-        self, x: Float[Array, "*tokens H"], pages: KVPages, position: Int[Array, "*tokens"], slot: Int[Array, "*tokens"]
-    ) -> tuple[Float[Array, "*tokens Hq D"], Float[Array, "*tokens Hq D"], KVPages]:
-        """Return queries, gates, and the pages with the tokens' keys and values at their slots."""
+    def _mix(
+        self,
+        x: Float[Array, "*tokens H"],
+        pages: KVPages,
+        position: Int[Array, "*tokens"],
+        slot: Int[Array, "*tokens"],
+        attend: Callable[..., Float[Array, "*tokens Hq D"]],
+    ) -> tuple[Float[Array, "*tokens H"], KVPages]:
+        """Store the tokens' keys and values at their slots, attend by `attend`, gate in float32, and project."""
         lead, width = x.shape[:-1], self.config.head_dim
         q, gate = jnp.split(self.q_proj(x).reshape(*lead, -1, 2 * width), 2, axis=-1)
         k = self.k_proj(x).reshape(*lead, -1, width)
@@ -118,11 +108,7 @@ class GatedAttention(nnx.Module):
         inv_freq, scale = inverse_frequencies(self.config)
         q = rotate(self.q_norm(q), position, inv_freq, scale)
         k = rotate(self.k_norm(k), position, inv_freq, scale)
-        return q, gate, KVPages(k=write_pages(pages.k, k, slot), v=write_pages(pages.v, v, slot))
-
-    def _leave(
-        self, out: Float[Array, "*tokens Hq D"], gate: Float[Array, "*tokens Hq D"]
-    ) -> Float[Array, "*tokens H"]:
-        """Gate in float32, and project."""
+        pages = KVPages(k=write_pages(pages.k, k, slot), v=write_pages(pages.v, v, slot))
+        out = attend(q, pages.k, pages.v, implementation=self.implementation)
         gated = out.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32))
-        return self.o_proj(gated.astype(out.dtype).reshape(*out.shape[:-2], -1))
+        return self.o_proj(gated.astype(out.dtype).reshape(*lead, -1)), pages

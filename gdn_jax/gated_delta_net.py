@@ -4,7 +4,7 @@
     o = delta_rule(l2norm(q) dk^-0.5, l2norm(k), v, g, beta);  y = gated_norm(o, x W_z^T) W_o^T
 
 The equations are those of Gated Delta Networks (Yang et al. 2024, arXiv:2412.06464, eq. 10) with the parameter names of
-the published checkpoints. The layer owns no state: slots and replay windows come in as arguments and go out as results.
+the published weights. The layer owns no state: slots and replay windows come in as arguments and go out as results.
 """
 
 import jax.numpy as jnp

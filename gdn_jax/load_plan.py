@@ -65,6 +65,7 @@ def make_plan(folder: Path, tensors: Mapping[str, StoredTensor], config: ModelCo
     """
     problems = Problems(folder)
     text = _text_tensors(tensors, problems)
+    _tell_of_unused_head(text, targets)
     text = {name: tensor for name, tensor in text.items() if not _is_unwanted(name, config, targets)}
     scales = {name: tensor for name, tensor in text.items() if name.endswith(SCALE_SUFFIX)}
     weights = {name: tensor for name, tensor in text.items() if name not in scales}
@@ -93,10 +94,21 @@ def _text_tensors(tensors: Mapping[str, StoredTensor], problems: Problems) -> di
     return text
 
 
+def _tell_of_unused_head(text: Iterable[str], targets: Targets) -> None:
+    """Log that a head is left out: to whoever set num_mtp_layers to 0 that is right, but never a thing to guess at."""
+    unused = sum(map(is_mtp, text))
+    if unused and not _has_head(targets):
+        _LOG.info("%d tensors of the MTP head are not read: the model has none (num_mtp_layers is 0)", unused)
+
+
+def _has_head(targets: Targets) -> bool:
+    return any(path[0] == "mtp" for path in targets)
+
+
 def _is_unwanted(name: str, config: ModelConfig, targets: Targets) -> bool:
     """Say whether a text tensor is rightly left out: a model without MTP head, or a copy of the tied matrix."""
     if is_mtp(name):
-        return not any(path[0] == "mtp" for path in targets)
+        return not _has_head(targets)
     if name.startswith(_HEAD) and config.tie_word_embeddings:
         _LOG.info("%s is not read: the config ties the output matrix to the embedding", name)
         return True

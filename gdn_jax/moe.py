@@ -41,7 +41,7 @@ class MoE(nnx.Module):
         self.norm_topk_prob = config.norm_topk_prob
         self.implementation = implementation
         self.gate = Linear(hidden, experts, dtype=dtype, rngs=rngs)
-        # Gate rows first, then up rows, as the fused checkpoints store them.
+        # Gate rows first, then up rows, as fused weights are stored.
         self.experts_gate_up = normal_weight((experts, 2 * width, hidden), fan_in=hidden, dtype=dtype, rngs=rngs)
         self.experts_down = normal_weight((experts, hidden, width), fan_in=width, dtype=dtype, rngs=rngs)
         self.shared_expert = DenseMLP(hidden, config.shared_expert_intermediate_size, dtype=dtype, rngs=rngs)

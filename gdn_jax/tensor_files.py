@@ -94,7 +94,7 @@ class TensorFiles:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Read and check every header; warn of safetensors files that do not count.
+        """Read and check every header; log which safetensors files of the folder do not count.
 
         Raises:
             WeightsError: see `list_tensors`.

@@ -67,6 +67,21 @@ RULES = {
 }
 
 
+# Functions that are compiled on their own, by module: docs/decisions/0002-where-jit-stands.md says why each may be.
+JITTED = {
+    "serving.runner.steps": {"prefill_step", "advance_step"},
+    "kernels.causal_conv1d": {"causal_conv1d_prefill", "causal_conv1d_advance"},
+    "kernels.gated_delta": {"gdn_prefill", "gdn_advance"},
+    "kernels.gated_delta.inputs": {"delta_inputs"},
+    "kernels.gated_rms_norm": {"gated_rms_norm"},
+    "model": {"_prompt_logits"},
+    "dummy": {"_draw"},
+    "slabs": {"_store"},
+    "quantization": {"decode"},
+}
+_COMPILERS = {"jit", "pmap", "pjit"}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Import:
     """One imported module and how it is imported."""
@@ -173,6 +188,31 @@ def cycle(tree: Tree) -> list[str]:
     except CycleError as error:
         return error.args[1]
     return []
+
+
+def jits(tree: Tree) -> dict[str, set[str]]:
+    """Return the functions under a jit by module, without the leading `gdn_jax.`; a jit elsewhere goes by its line."""
+    found: dict[str, set[str]] = {}
+    for module, source in tree.sources.items():
+        places: set[str] = set()
+        top = ast.parse(source).body
+        for node in top:
+            decorators = node.decorator_list if isinstance(node, ast.FunctionDef) else []
+            jitted = any(_is_compiler(part) for decorator in decorators for part in ast.walk(decorator))
+            if isinstance(node, ast.FunctionDef) and jitted:
+                places.add(node.name)
+            own = {id(part) for decorator in decorators for part in ast.walk(decorator)}
+            places |= {f"line {part.lineno}" for part in ast.walk(node) if _is_compiler(part) and id(part) not in own}
+        if places:
+            found[module.removeprefix("gdn_jax.")] = places
+    return found
+
+
+def _is_compiler(node: ast.AST) -> bool:
+    if isinstance(node, ast.alias):
+        return node.name in _COMPILERS
+    name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+    return name in _COMPILERS
 
 
 def _within(name: str, prefix: str) -> bool:

@@ -99,6 +99,27 @@ def test_a_circle_of_imports_is_caught(tree: Tree) -> None:
     assert set(import_rules.cycle(looped)) == {"gdn_jax.first", "gdn_jax.second"}
 
 
+def test_jit_stands_where_the_decision_record_lists_it_and_nowhere_else(tree: Tree) -> None:
+    assert import_rules.jits(tree) == import_rules.JITTED
+
+
+@pytest.mark.parametrize(
+    ("code", "place"),
+    [
+        ("import jax\n@jax.jit\ndef f(x): return x", "f"),
+        ("import jax\nfrom functools import partial\n@partial(jax.jit, static_argnums=0)\ndef f(x): return x", "f"),
+        ("import jax\nf = jax.jit(abs)", "line 2"),
+        ("import jax\ndef f(x):\n    return jax.jit(abs)(x)", "line 3"),
+        ("from flax import nnx\nclass A:\n    @nnx.jit\n    def f(self): pass", "line 3"),
+        ("from jax import jit as compiled", "line 1"),
+    ],
+)
+def test_a_jit_anywhere_is_found(tree: Tree, code: str, place: str) -> None:
+    assert import_rules.jits(small_tree(tree, **{"gdn_jax.serving.runner.bad": code})) == {
+        "serving.runner.bad": {place}
+    }
+
+
 def test_importing_the_package_loads_no_array_library(tmp_path: Path) -> None:
     code = "import sys, gdn_jax; print({'jax', 'jaxlib', 'flax', 'numpy'} & set(sys.modules))"
     assert run_python(code, tmp_path) == "set()\n"

@@ -1,8 +1,8 @@
 """Causal grouped-query attention over KV pages.
 
-A page holds the keys and values of one block of `CHUNK` tokens; page index = block id; page 0 is the null block, which
-padding may write and nothing reads. Token p of a sequence stands at token slot `block_table[p // CHUNK] * CHUNK + p %
-CHUNK`.
+A page holds the keys and values of one block of `CHUNK` tokens; page index = block id. Page 0 is the null block:
+padding may name it, nothing is stored there, and nothing reads it. Token p of a sequence stands at token slot
+`block_table[p // CHUNK] * CHUNK + p % CHUNK`.
 
     o = softmax(q k^T / sqrt(D)) v over keys at positions first_key..own position; query head j reads KV head j // (Hq /
     Hkv)

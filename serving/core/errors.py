@@ -9,11 +9,13 @@ EngineError
 │   ├── UnknownParameterError (TypeError)   a keyword that no parameter has; in `sampling_params.py`
 │   └── UnsupportedParameterError       a known setting or content kind that this engine does not offer
 ├── StartupError (ValueError)       a config, file or combination of settings with which the engine cannot start
-└── EngineStoppedError              the engine was shut down, or stopped by a fault; in `async_engine.py`
+├── EngineStoppedError              the engine was shut down, or stopped by a fault; in `async_engine.py`
+└── DeviceError                     a failed step lost the device state, and it cannot be made again: the engine stops
 InvariantError (AssertionError)     our bug: the books contradict themselves, the engine stops
 
-A step that fails on the device raises nothing: its requests end with finish reason "error". A message states the rule,
-the value received and the remedy. `UnsupportedKernelError` lives in `kernels/dispatch.py`, which knows nothing of ours.
+Any other step that fails on the device raises nothing: its requests end with finish reason "error". A message states
+the rule, the value received and the remedy. `UnsupportedKernelError` lives in `kernels/dispatch.py`, which knows
+nothing of ours.
 """
 
 
@@ -55,6 +57,10 @@ class UnsupportedParameterError(RequestError):
 
 class StartupError(EngineError, ValueError):
     """The engine cannot start with this model folder or these settings."""
+
+
+class DeviceError(EngineError):
+    """The device state is lost and cannot be made again, so that the engine cannot go on."""
 
 
 class InvariantError(AssertionError):

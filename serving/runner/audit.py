@@ -12,12 +12,11 @@ from hashlib import sha256
 from typing import Any
 
 import numpy as np
-from flax import nnx
 
 from gdn_jax.kernels.anchors import NULL_SLOT, PrefillRows
 from gdn_jax.serving.core.errors import InvariantError
-from gdn_jax.serving.runner.sampling import RowSampling, pack_rows
-from gdn_jax.serving.runner.steps import StepStatic, prefill_step
+from gdn_jax.serving.runner.lanes import LaneSampling
+from gdn_jax.serving.runner.steps import Params, StepStatic, prefill_step
 from gdn_jax.state import ModelState, PrefillBatch, RecurrentState
 
 # Largest error allowed, as a share of the largest number of the array. The audit runs other shapes than the step that
@@ -71,7 +70,7 @@ class Recomputation:
     """Computes one sequence at a time from nothing, in a state of one slot and the pages of one sequence."""
 
     def __init__(
-        self, static: StepStatic, params: nnx.State[Any, Any], state: ModelState, *, block_size: int, max_blocks: int
+        self, static: StepStatic, params: Params, state: ModelState, *, block_size: int, max_blocks: int
     ) -> None:
         """Compute with a model.
 
@@ -85,7 +84,7 @@ class Recomputation:
         self._static, self._params, self._state = static, params, state
         self._block_size = block_size
         self._table = _int32([range(1, max_blocks + 1)])
-        self._sampling = pack_rows([RowSampling()], num_rows=1, num_banned=1)
+        self._sampling = LaneSampling(0).gather([], 1)
 
     def pools(self, tokens: Sequence[int], num_blocks: int) -> Iterator[Pools]:
         """Yield the pools after each of the first `num_blocks` blocks.
@@ -106,9 +105,7 @@ class Recomputation:
                 ),
                 block_tables=self._table,
             )
-            _, self._state = prefill_step(
-                self._static, self._params, self._state, batch, self._sampling, np.asarray(False)
-            )
+            _, self._state = prefill_step(self._static, self._params, self._state, batch, self._sampling)
             yield Pools(self._state)
 
 

@@ -1,7 +1,21 @@
-"""Padded sizes that steps are compiled for: few, so that start-up can compile them all."""
+"""Padded sizes that steps are compiled for: few, so that start-up can compile them all.
+
+Each size costs a compilation, seconds of every first start; each size that is missing costs padding in every step
+that would have used it. With 16 requests, 2,048 prefill tokens and 262,144 tokens of context there are 16 steps: two
+widths of block tables times
+
+    prefill   64 x 1   512 x 1   2048 x 1   512 x 8   2048 x 8   (packed tokens x rows)
+    advance   1   4   16                                         (rows; 64 requests have one size more)
+
+What that wastes. Between two sizes of tokens up to seven eighths of a call are padding, and of rows three quarters:
+less time than that, as a call of 512 tokens takes little longer than reading the weights once. Eight rows have 14 more
+chunks in the delta rule than one, whatever their tokens, so one row alone has calls of its own; a few tokens in several
+rows run as 512. A wide block table costs its transfer (4 bytes per block and row), since attention passes over what
+lies past a row's end: so widths grow by 16, from 256 blocks, which hold 16,384 tokens.
+"""
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 
@@ -34,19 +48,42 @@ class Buckets:
     """The sizes of one engine.
 
     Attributes:
-        prefill_tokens: packed tokens of a prefill call, multiples of the block size.
-        prefill_rows: rows of a prefill call.
+        prefill: packed tokens (a multiple of the block size) and rows of prefill calls, in the order they are tried;
+            the last one is the largest of both.
         advance_rows: rows of a decode or verify call.
         table_blocks: width of the block tables a call sees.
     """
 
-    prefill_tokens: tuple[int, ...]
-    prefill_rows: tuple[int, ...]
+    prefill: tuple[tuple[int, int], ...]
     advance_rows: tuple[int, ...]
     table_blocks: tuple[int, ...]
 
+    def prefill_size(self, num_tokens: int, num_rows: int) -> tuple[int, int]:
+        """Return the first size that holds so many packed tokens and rows.
+
+        Raises:
+            ValueError: they are beyond the largest.
+        """
+        for tokens, rows in self.prefill:
+            if num_tokens <= tokens and num_rows <= rows:
+                return tokens, rows
+        raise ValueError(f"a prefill call must be at most {self.prefill[-1]}; got {(num_tokens, num_rows)}")
+
+    def prefill_shapes(self) -> Iterator["Buckets"]:
+        """Yield every shape of a prefill call, as buckets of that one size."""
+        for width in self.table_blocks:
+            for size in self.prefill:
+                yield Buckets(prefill=(size,), advance_rows=self.advance_rows, table_blocks=(width,))
+
+    def advance_shapes(self) -> Iterator["Buckets"]:
+        """Yield every shape of an advance call, as buckets of that one size."""
+        for width in self.table_blocks:
+            for num_rows in self.advance_rows:
+                yield Buckets(prefill=self.prefill, advance_rows=(num_rows,), table_blocks=(width,))
+
 
 MAX_PREFILL_ROWS = 8  # more rows of one step are run in further calls
+_NARROW_BLOCKS = 256
 
 
 def make_buckets(
@@ -60,18 +97,18 @@ def make_buckets(
         max_model_len: most tokens of a sequence.
         block_size: tokens per block.
         deterministic: one size per phase: every call has the same shapes, so that results do not depend on what else
-        runs.
+            runs.
     """
     tokens = -(-budget // block_size) * block_size
     blocks = (max_model_len - 1) // block_size + 1  # the last token of a sequence is never run
     rows = min(MAX_PREFILL_ROWS, max_num_seqs)
     if deterministic:
-        return Buckets(
-            prefill_tokens=(tokens,), prefill_rows=(rows,), advance_rows=(max_num_seqs,), table_blocks=(blocks,)
-        )
+        return Buckets(prefill=((tokens, rows),), advance_rows=(max_num_seqs,), table_blocks=(blocks,))
+    sizes = ladder(block_size, tokens, 8)
+    alone = {(size, 1) for size in sizes}
+    together = {(size, rows) for size in (*sizes[1:], sizes[-1])}
     return Buckets(
-        prefill_tokens=ladder(block_size, tokens, 4),
-        prefill_rows=ladder(1, rows, MAX_PREFILL_ROWS),
+        prefill=tuple(sorted(alone | together)),
         advance_rows=ladder(1, max_num_seqs, 4),
-        table_blocks=ladder(64, blocks, 8),
+        table_blocks=ladder(_NARROW_BLOCKS, blocks, 16),
     )

@@ -29,15 +29,18 @@ class BlockTables:
 
     def extend(self, row: RowPlan) -> None:
         """Take over a row's new blocks; a start of 0 replaces the table."""
+        if not row.new_blocks:
+            return
         end = row.table_start + len(row.new_blocks)
-        self._table[row.lane, row.table_start : end] = row.new_blocks
+        table = self._table[row.lane]
+        table[row.table_start : end] = row.new_blocks
         if row.table_start == 0:
-            self._table[row.lane, end:] = 0
+            table[end:] = 0
         self._length[row.lane] = end
 
     def gather(self, rows: Sequence[RowPlan], num_rows: int, widths: Sequence[int]) -> np.ndarray:
         """Return `[num_rows, width]` for the smallest width that holds every row's table."""
-        lanes = [row.lane for row in rows]
+        lanes = np.asarray([row.lane for row in rows], np.int32)
         width = fit(widths, int(self._length[lanes].max(initial=1)))
         tables = np.zeros((num_rows, width), np.int32)
         tables[: len(rows)] = self._table[lanes, :width]
@@ -46,12 +49,11 @@ class BlockTables:
 
 def prefill_groups(rows: Sequence[RowPlan], buckets: Buckets) -> list[list[RowPlan]]:
     """Part prefill rows into calls: at most the largest bucket of rows and of tokens each, in order."""
+    most_tokens, most_rows = buckets.prefill[-1]
     groups: list[list[RowPlan]] = []
     tokens = 0
     for row in rows:
-        full = groups and (
-            len(groups[-1]) == buckets.prefill_rows[-1] or tokens + len(row.tokens) > buckets.prefill_tokens[-1]
-        )
+        full = groups and (len(groups[-1]) == most_rows or tokens + len(row.tokens) > most_tokens)
         if not groups or full:
             groups.append([])
             tokens = 0
@@ -62,8 +64,7 @@ def prefill_groups(rows: Sequence[RowPlan], buckets: Buckets) -> list[list[RowPl
 
 def build_prefill(rows: Sequence[RowPlan], tables: BlockTables, buckets: Buckets, block_size: int) -> PrefillBatch:
     """Pack prefill rows into one batch."""
-    num_rows = fit(buckets.prefill_rows, len(rows))
-    num_tokens = fit(buckets.prefill_tokens, sum(len(row.tokens) for row in rows))
+    num_tokens, num_rows = buckets.prefill_size(sum(len(row.tokens) for row in rows), len(rows))
     token_ids = np.zeros((num_tokens,), np.int32)
     fields = np.zeros((5, num_rows), np.int32)  # offset, length, start, read slot, write slot
     exports = np.zeros((num_rows, num_tokens // block_size), np.int32)
@@ -95,29 +96,29 @@ def build_advance(
 ) -> AdvanceBatch:
     """Put decode, verify and closing rows into one batch of windows; drafts are filled in on the device."""
     num_rows = fit(buckets.advance_rows, len(rows))
-    token_ids = np.zeros((num_rows, window), np.int32)
     lane = np.full((num_rows,), num_lanes, np.int32)  # past the end: a padding row stores nothing
-    fields = np.zeros((7, num_rows), np.int32)  # read, write, save slot, save at, folded, replay, new
-    for index, row in enumerate(rows):
-        token_ids[index, : len(row.tokens)] = row.tokens
-        lane[index] = row.lane
-        save = row.exports[0] if row.exports else None
-        fields[:, index] = (
-            row.read_anchor,
-            row.write_anchor,
-            save.slot if save else 0,
-            save.boundary if save else 0,
-            row.start - row.num_replay,
-            row.num_replay,
-            len(row.tokens) + row.num_drafts,
-        )
-    names = ("read_slot", "write_slot", "save_slot", "save_at", "folded", "num_replay", "num_new")
+    lane[: len(rows)] = [row.lane for row in rows]
+    padding = (0,) * window
+    token_ids = np.zeros((num_rows, window), np.int32)
+    fields = np.zeros((len(_ADVANCE_FIELDS), num_rows), np.int32)
+    if rows:  # one array from many numbers at once: an assignment per row costs a microsecond each
+        token_ids[: len(rows)] = [(row.tokens + padding)[:window] for row in rows]
+        fields[:, : len(rows)] = np.asarray([_advance_fields(row) for row in rows], np.int32).T
     return AdvanceBatch(
         token_ids=_leaf(token_ids),
-        rows=AdvanceRows(**dict(zip(names, map(_leaf, fields), strict=True))),
+        rows=AdvanceRows(**dict(zip(_ADVANCE_FIELDS, map(_leaf, fields), strict=True))),
         lane=_leaf(lane),
         block_tables=_leaf(tables.gather(rows, num_rows, buckets.table_blocks)),
     )
+
+
+_ADVANCE_FIELDS = ("read_slot", "write_slot", "save_slot", "save_at", "folded", "num_replay", "num_new")
+
+
+def _advance_fields(row: RowPlan) -> tuple[int, ...]:
+    slot, boundary = (row.exports[0].slot, row.exports[0].boundary) if row.exports else (0, 0)
+    counts = (row.start - row.num_replay, row.num_replay, len(row.tokens) + row.num_drafts)
+    return row.read_anchor, row.write_anchor, slot, boundary, *counts
 
 
 def _leaf(array: np.ndarray) -> Any:

@@ -1,53 +1,59 @@
-"""Sampling parameters by lane, on the host: set when a request gets its lane, gathered by each step's rows."""
+"""Sampling parameters by lane: set when a request gets its lane, kept on the device, read by each step's rows.
+
+They are constant over a request's life, so a step sends lane numbers and nothing else; an array goes to the device
+again when one of its lanes has changed. Every array has one shape for good: nothing a request asks for compiles anew.
+"""
 
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import Any
 
+import jax
 import numpy as np
 
 from gdn_jax.serving.core.plan import RowPlan
-from gdn_jax.serving.runner.buckets import fit
-from gdn_jax.serving.runner.sampling import RowSampling, SamplingInputs, pack_rows
+from gdn_jax.serving.runner.sampling import LaneParameters, RowSampling, SampledRows, pack_rows
 
-_BANNED_SIZES = (64, 4096)  # padded counts of banned ids: steps are compiled ahead for the first, hardly any need more
-MAX_BANNED = _BANNED_SIZES[-1]
+MAX_BANNED = 1024  # most banned ids of a request; a step takes as many as its rows need (see sampling.py)
 
 
 class LaneSampling:
-    """One row of `SamplingInputs` per lane, and whether the lane's request wants log probabilities."""
+    """One row of `LaneParameters` per lane, and how many alternatives the lane's request wants listed."""
 
     def __init__(self, num_lanes: int) -> None:
         """Create lanes that nobody uses: greedy ones, and one more behind them for padding."""
         self._num_lanes = num_lanes
-        self._rows = [RowSampling()] * (num_lanes + 1)
-        self._num_top = [-1] * num_lanes  # -1: no log probabilities wanted
-        self._pack(_BANNED_SIZES[0])
+        self._num_top: list[int | None] = [None] * num_lanes
+        nobody = pack_rows([], num_rows=num_lanes + 1, num_banned=MAX_BANNED)
+        self._host: dict[str, np.ndarray] = {
+            **{name: np.array(array) for name, array in vars(nobody).items()},
+            "wants_logprobs": np.zeros((num_lanes + 1,), np.bool_),
+        }
+        self._changed = set(self._host)
+        self._device: dict[str, Any] = {}
 
     def assign(self, lane: int, row: RowSampling, num_logprobs: int | None) -> None:
         """Give a lane to a request."""
-        self._rows[lane] = row
-        self._num_top[lane] = -1 if num_logprobs is None else num_logprobs
-        width = fit(_BANNED_SIZES, max(len(other.banned) for other in self._rows))
-        if width != self._width:
-            self._pack(width)
-            return
-        packed = vars(pack_rows([row], num_rows=1, num_banned=width))
-        for name, array in self._arrays.items():
-            array[lane] = packed[name][0]
+        self._num_top[lane] = num_logprobs
+        wanted: dict[str, Any] = vars(pack_rows([row], num_rows=1, num_banned=MAX_BANNED))
+        for name, value in {**wanted, "wants_logprobs": [num_logprobs is not None]}.items():
+            if not np.array_equal(self._host[name][lane], value[0]):
+                self._host[name][lane] = value[0]
+                self._changed.add(name)
 
-    def _pack(self, width: int) -> None:
-        self._width = width
-        packed = pack_rows(self._rows, num_rows=len(self._rows), num_banned=width)
-        self._arrays: dict[str, Any] = {item.name: getattr(packed, item.name) for item in fields(packed)}
+    def release(self, lane: int) -> None:
+        """Take a lane back: it is greedy and bans nothing until it is assigned again."""
+        self.assign(lane, RowSampling(), None)
 
     def num_top(self, lane: int) -> int | None:
         """Return how many alternatives the lane's request wants; None for no log probabilities."""
-        return None if self._num_top[lane] < 0 else self._num_top[lane]
+        return self._num_top[lane]
 
-    def gather(self, rows: Sequence[RowPlan], num_rows: int) -> tuple[SamplingInputs, np.ndarray]:
-        """Return the rows' parameters, padded with greedy rows, and whether any row wants log probabilities."""
-        lanes = np.full((num_rows,), self._num_lanes, np.int32)
-        lanes[: len(rows)] = [row.lane for row in rows]
-        inputs = SamplingInputs(**{name: value[lanes] for name, value in self._arrays.items()})
-        return inputs, np.asarray(any(self._num_top[row.lane] >= 0 for row in rows))
+    def gather(self, rows: Sequence[RowPlan], num_rows: int) -> SampledRows:
+        """Return the rows' lanes, padded with the one that nobody uses, and the parameters of all lanes."""
+        for name in self._changed:
+            # A copy, since on a CPU the device may keep the very array that the next request changes.
+            self._device[name] = jax.device_put(self._host[name].copy())
+        self._changed.clear()
+        lane: Any = np.full((num_rows,), self._num_lanes, np.int32)
+        lane[: len(rows)] = [row.lane for row in rows]
+        return SampledRows(lanes=LaneParameters(**self._device), lane=lane)

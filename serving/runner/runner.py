@@ -8,22 +8,23 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from flax import nnx
+from jaxtyping import Array
 
 from gdn_jax.model import LanguageModel
 from gdn_jax.serving.core.errors import InvariantError
-from gdn_jax.serving.core.plan import Phase, RowPlan, RowResult, StepPlan, StepResult, TokenLogprobs
+from gdn_jax.serving.core.plan import Phase, RowPlan, RowResult, StepPlan, StepResult
 from gdn_jax.serving.core.request import RequestId
 from gdn_jax.serving.runner.audit import TOLERANCE, Auditor, Recomputation
 from gdn_jax.serving.runner.buckets import Buckets
 from gdn_jax.serving.runner.inputs import BlockTables, build_advance, build_prefill, prefill_groups
 from gdn_jax.serving.runner.lanes import LaneSampling
+from gdn_jax.serving.runner.outputs import StepOutputs, describe_token, unpack
 from gdn_jax.serving.runner.sampling import RowSampling
-from gdn_jax.serving.runner.steps import StepOutputs, StepStatic, advance_step, prefill_step
+from gdn_jax.serving.runner.steps import advance_step, prefill_step, split_model
 from gdn_jax.state import ModelState, make_state
 
 _LOG = logging.getLogger(__name__)
@@ -63,18 +64,21 @@ class Runner:
             buckets: padded sizes of calls.
             num_valid_tokens: token ids from here on are never chosen.
         """
-        graph, self._params = nnx.split(model)
-        num_top = min(MAX_LOGPROBS, num_valid_tokens)
-        self._static = StepStatic(graph=graph, num_valid_tokens=num_valid_tokens, num_top=num_top)
+        self._static, self._params = split_model(
+            model, num_valid_tokens=num_valid_tokens, num_top=min(MAX_LOGPROBS, num_valid_tokens)
+        )
         self._config, self._dtype = model.config, model.dtype
         self._sizes, self._buckets = sizes, buckets
         self._requests: dict[RequestId, RequestSampling] = {}
+        self._state: ModelState | None = None
         self.reset()
 
     def reset(self) -> None:
         """Start with empty pools and lanes; requests stay known, since they may be run again from their tokens."""
         sizes = self._sizes
+        self._state = None  # the old pools go first: there is no room for both
         self._state = self._make_state(sizes)
+        self._owners: dict[int, RequestId] = {}  # of lanes, as far as rows told
         self._tables = BlockTables(sizes.num_lanes, sizes.max_blocks)
         self._lanes = LaneSampling(sizes.num_lanes)
 
@@ -92,7 +96,13 @@ class Runner:
 
     @property
     def state(self) -> ModelState:
-        """The device state between steps, for audits; the next step donates it."""
+        """The device state between steps, for audits; the next step donates it.
+
+        Raises:
+            InvariantError: pools could not be allocated again after a failed step.
+        """
+        if self._state is None:
+            raise InvariantError("the device pools are lost, and nothing can run until reset() has allocated them")
         return self._state
 
     def make_auditor(self) -> Auditor:
@@ -107,15 +117,18 @@ class Runner:
             max_blocks=sizes.max_blocks,
         )
         tolerance = TOLERANCE[str(self._dtype)]
-        return Auditor(lambda: self._state, recomputation, block_size=sizes.block_size, tolerance=tolerance)
+        return Auditor(lambda: self.state, recomputation, block_size=sizes.block_size, tolerance=tolerance)
 
     def add(self, request_id: RequestId, sampling: RequestSampling) -> None:
         """Make a request known before its first row."""
         self._requests[request_id] = sampling
 
     def forget(self, request_id: RequestId) -> None:
-        """Drop what is known of a request, if anything."""
+        """Drop what is known of a request, if anything, and clear the lane that it still has."""
         self._requests.pop(request_id, None)
+        for lane in [lane for lane, owner in self._owners.items() if owner == request_id]:
+            del self._owners[lane]
+            self._lanes.release(lane)
 
     def run(self, plan: StepPlan) -> StepResult:
         """Run a plan's rows, phase by phase, and wait for the results.
@@ -126,59 +139,58 @@ class Runner:
             if row.table_start == 0 and row.new_blocks:
                 self._assign_lane(row)
             self._tables.extend(row)
-        calls: list[tuple[Sequence[RowPlan], StepOutputs]] = []
+        calls: list[tuple[Sequence[RowPlan], Array]] = []
         prefill = [row for row in plan.rows if row.phase is Phase.PREFILL]
         for group in prefill_groups(prefill, self._buckets):
-            calls.append((group, self._prefill(group)))
+            calls.append((group, self._prefill(group, self._buckets)))
         advance = [row for row in plan.rows if row.phase is not Phase.PREFILL]
         if advance:
-            calls.append((advance, self._advance(advance)))
-        on_host = jax.device_get([outputs for _, outputs in calls])
+            calls.append((advance, self._advance(advance, self._buckets)))
+        on_host = jax.device_get([words for _, words in calls])
         results: dict[RequestId, RowResult] = {}
-        for (rows, _), outputs in zip(calls, on_host, strict=True):
-            for index, row in enumerate(rows):
-                results[row.request_id] = self._result(row, outputs, index)
+        for (rows, _), words in zip(calls, on_host, strict=True):
+            outputs = unpack(words, self._static.num_top)
+            results |= zip((row.request_id for row in rows), self._results(rows, outputs), strict=True)
         return StepResult(rows=tuple(results[row.request_id] for row in plan.rows))
 
     def _assign_lane(self, row: RowPlan) -> None:
         request = self._requests.get(row.request_id)
         if request is None:
             raise InvariantError(f"request {row.request_id} has a row and was never made known")
+        self._owners[row.lane] = row.request_id
         self._lanes.assign(row.lane, request.row, request.num_logprobs)
 
-    def _prefill(self, rows: Sequence[RowPlan]) -> StepOutputs:
-        batch = build_prefill(rows, self._tables, self._buckets, self._sizes.block_size)
-        sampling, wants = self._lanes.gather(rows, batch.rows.length.shape[0])
-        outputs, self._state = prefill_step(self._static, self._params, self._state, batch, sampling, wants)
-        return outputs
+    def _prefill(self, rows: Sequence[RowPlan], buckets: Buckets) -> Array:
+        batch = build_prefill(rows, self._tables, buckets, self._sizes.block_size)
+        sampling = self._lanes.gather(rows, batch.rows.length.shape[0])
+        words, self._state = prefill_step(self._static, self._params, self.state, batch, sampling)
+        return words
 
-    def _advance(self, rows: Sequence[RowPlan]) -> StepOutputs:
-        batch = build_advance(
-            rows, self._tables, self._buckets, window=self._sizes.window, num_lanes=self._sizes.num_lanes
-        )
-        sampling, wants = self._lanes.gather(rows, batch.lane.shape[0])
-        outputs, self._state = advance_step(self._static, self._params, self._state, batch, sampling, wants)
-        return outputs
+    def _advance(self, rows: Sequence[RowPlan], buckets: Buckets) -> Array:
+        batch = build_advance(rows, self._tables, buckets, window=self._sizes.window, num_lanes=self._sizes.num_lanes)
+        sampling = self._lanes.gather(rows, batch.lane.shape[0])
+        words, self._state = advance_step(self._static, self._params, self.state, batch, sampling)
+        return words
 
-    def _result(self, row: RowPlan, outputs: StepOutputs, index: int) -> RowResult:
-        prefill = row.phase is Phase.PREFILL
-        stored = outputs.stored[index]
-        first = row.start // self._sizes.block_size + 1
-        saved = tuple(
-            export.boundary
-            for export in row.exports
-            if stored[export.boundary // self._sizes.block_size - first if prefill else 0]
-        )
-        finite = bool(outputs.finite[index]) or not row.tokens  # a closing row runs no token, so it has no logits
-        if not row.emits:
-            return RowResult(tokens=(), saved=saved, finite=finite)
-        num_top = self._lanes.num_top(row.lane)
-        return RowResult(
-            tokens=(int(outputs.tokens[index]),),
-            saved=saved,
-            finite=finite,
-            logprobs=() if num_top is None else (_logprobs(outputs, index, num_top),),
-        )
+    def _results(self, rows: Sequence[RowPlan], outputs: StepOutputs) -> Iterator[RowResult]:
+        block_size, tokens, finite = self._sizes.block_size, outputs.tokens.tolist(), outputs.finite.tolist()
+        for index, row in enumerate(rows):
+            first = row.start // block_size + 1 if row.phase is Phase.PREFILL else None
+            saved = tuple(
+                export.boundary
+                for export in row.exports
+                if outputs.stored[index, 0 if first is None else export.boundary // block_size - first]
+            )
+            if not row.emits:
+                yield RowResult(tokens=(), saved=saved, finite=finite[index])
+                continue
+            num_top = self._lanes.num_top(row.lane)
+            yield RowResult(
+                tokens=(tokens[index],),
+                saved=saved,
+                finite=finite[index],
+                logprobs=() if num_top is None else (describe_token(outputs, index, num_top),),
+            )
 
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Compile every step this engine can be asked for, by running each on padding alone, which changes nothing.
@@ -194,35 +206,8 @@ class Runner:
         jax.block_until_ready(self._state)
         _LOG.info("compiled %d steps in %.1f s", len(calls), time.monotonic() - began)
 
-    def _every_bucket(self) -> Iterator[Callable[[], None]]:
-        buckets, block_size = self._buckets, self._sizes.block_size
-        for width in buckets.table_blocks:
-            for num_rows in buckets.prefill_rows:
-                for tokens in buckets.prefill_tokens:
-                    yield lambda size=(tokens, num_rows, width): self._dummy_prefill(*size, block_size)
-            for num_rows in buckets.advance_rows:
-                yield lambda size=(num_rows, width): self._dummy_advance(*size)
-
-    def _dummy_prefill(self, num_tokens: int, num_rows: int, width: int, block_size: int) -> None:
-        sizes = Buckets(
-            prefill_tokens=(num_tokens,), prefill_rows=(num_rows,), advance_rows=(1,), table_blocks=(width,)
-        )
-        batch = build_prefill([], self._tables, sizes, block_size)
-        sampling, wants = self._lanes.gather([], num_rows)
-        _, self._state = prefill_step(self._static, self._params, self._state, batch, sampling, wants)
-
-    def _dummy_advance(self, num_rows: int, width: int) -> None:
-        sizes = Buckets(prefill_tokens=(1,), prefill_rows=(1,), advance_rows=(num_rows,), table_blocks=(width,))
-        batch = build_advance([], self._tables, sizes, window=self._sizes.window, num_lanes=self._sizes.num_lanes)
-        sampling, wants = self._lanes.gather([], num_rows)
-        _, self._state = advance_step(self._static, self._params, self._state, batch, sampling, wants)
-
-
-def _logprobs(outputs: StepOutputs, index: int, num_top: int) -> TokenLogprobs:
-    found = outputs.logprobs
-    return TokenLogprobs(
-        chosen=float(found.logprob[index]),
-        rank=int(found.rank[index]),
-        top_ids=tuple(np.asarray(found.top_ids[index, :num_top]).tolist()),
-        top=tuple(np.asarray(found.top_logprobs[index, :num_top]).tolist()),
-    )
+    def _every_bucket(self) -> Iterator[Callable[[], Array]]:
+        for shape in self._buckets.prefill_shapes():
+            yield partial(self._prefill, [], shape)
+        for shape in self._buckets.advance_shapes():
+            yield partial(self._advance, [], shape)

@@ -10,7 +10,7 @@ Gumbel-max: argmax(x + G), G standard Gumbel per token, is distributed as softma
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from hashlib import sha256
 from typing import Any
 
@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from gdn_jax.kernels.anchors import AnyArray
 
 _LARGEST_BELOW_ONE = 1 - 2**-24  # in float32
+_BANNED_SLAB = 64  # banned ids masked at once, as often as the row with most of them needs
 _FEW = 64  # tokens found without a sort, where no row keeps more
 _GREEDY_BELOW = 1e-5  # as SamplingParams.greedy
 _LARGEST_TEMPERATURE = 1e30  # so that a masked logit of -inf stays -inf when divided
@@ -51,6 +52,36 @@ class SamplingInputs:
     banned_until: Int[AnyArray, "rows"]
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class LaneParameters(SamplingInputs):
+    """Sampling parameters, one row per lane and a greedy one behind them for padding.
+
+    Attributes:
+        wants_logprobs: whether the lane's request wants log probabilities.
+    """
+
+    wants_logprobs: Bool[AnyArray, "rows"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class SampledRows:
+    """Which lane each row of a step is on, and what the lanes' requests ask for."""
+
+    lanes: LaneParameters
+    lane: Int[AnyArray, "rows"]
+
+    def parameters(self) -> SamplingInputs:
+        """Return the rows' sampling parameters."""
+        taken = {field.name: getattr(self.lanes, field.name)[self.lane] for field in fields(SamplingInputs)}
+        return SamplingInputs(**taken)
+
+    def want_logprobs(self) -> Bool[Array, ""]:
+        """Return whether any row wants log probabilities."""
+        return self.lanes.wants_logprobs[self.lane].any()
+
+
 @dataclass(frozen=True, kw_only=True)
 class RowSampling:
     """One request's sampling parameters as plain numbers, in the ranges of SamplingParams; the default is greedy."""
@@ -66,7 +97,7 @@ class RowSampling:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class TokenLogprobs:
+class LogprobArrays:
     """Log probabilities before temperature and filters: of the chosen tokens, and of the likeliest ones in order."""
 
     logprob: Float[AnyArray, "*lead"]
@@ -187,7 +218,7 @@ def samplable(logits: Float[Array, "*lead V"], *, num_valid_tokens: int) -> Bool
 
 def token_logprobs(
     logits: Float[Array, "*lead V"], token_ids: Int[Array, "*lead"], *, num_top: int, num_valid_tokens: int
-) -> TokenLogprobs:
+) -> LogprobArrays:
     """Return the log-softmax of the logits as the model gave them, at `token_ids` and at the likeliest tokens.
 
     Probabilities are over all V ids, as in the published models; only valid ids are ranked and listed.
@@ -208,7 +239,7 @@ def token_logprobs(
     every_id = jax.lax.broadcasted_iota(jnp.int32, valid.shape, valid.ndim - 1)
     ahead = (valid > chosen) | ((valid == chosen) & (every_id < ids))
     top_logits, top_ids = jax.lax.top_k(valid, min(num_top, num_valid_tokens))
-    return TokenLogprobs(
+    return LogprobArrays(
         logprob=((chosen - top) - log_sum)[..., 0],
         rank=1 + jnp.sum(ahead, axis=-1, dtype=jnp.int32),
         top_ids=top_ids,
@@ -228,7 +259,18 @@ def _mask(
     logits = jnp.where(ids < num_valid_tokens, _one_zero(logits), -jnp.inf)
     holds = (position < inputs.banned_until)[:, None] & (inputs.banned >= 0)
     column = jnp.where(holds, inputs.banned, vocab)  # out of range, so dropped; -1 would mean the last id
-    return logits.at[jnp.arange(rows)[:, None], column].set(-jnp.inf, mode="drop")
+    if column.shape[1] == 0:
+        return logits
+    slab = min(_BANNED_SLAB, column.shape[1])
+    column = jnp.pad(column, ((0, 0), (0, -column.shape[1] % slab)), constant_values=vocab)
+
+    def mask_slab(index: Int[Array, ""], logits: Float[Array, "N V"]) -> Float[Array, "N V"]:
+        """Mask the ids of one slab."""
+        found = jax.lax.dynamic_slice_in_dim(column, index * slab, slab, axis=1)
+        return logits.at[jnp.arange(rows)[:, None], found].set(-jnp.inf, mode="drop")
+
+    most = holds.sum(axis=1, dtype=jnp.int32).max()
+    return jax.lax.fori_loop(0, -(-most // slab), mask_slab, logits)
 
 
 def _one_zero(logits: Float[Array, "*lead V"]) -> Float[Array, "*lead V"]:

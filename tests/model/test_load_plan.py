@@ -176,6 +176,33 @@ def test_half_an_mtp_head_is_an_error_only_for_a_model_with_one(tmp_path, tensor
     assert load_tensors(tmp_path, config, targets).keys() == targets.keys()
 
 
+def test_a_head_that_is_left_out_on_purpose_is_skipped_and_said_and_nothing_else_is(tmp_path, tensors, caplog):
+    config = make_config("q35_moe", mtp_num_hidden_layers=0)
+    targets = make_targets(config)
+    assert not any(path[0] == "mtp" for path in targets)
+    save(tmp_path, tensors)
+    with caplog.at_level("INFO"):
+        assert load_tensors(tmp_path, config, targets).keys() == targets.keys()
+    count = sum(name.startswith("mtp.") for name in tensors)
+    assert f"{count} tensors of the MTP head are not read" in caplog.text
+    tensors["model.layers.9.input_layernorm.weight"] = np.ones(8, np.float32)
+    del tensors["model.norm.weight"]
+    save(tmp_path, tensors)
+    with pytest.raises(WeightsError) as error:
+        load_tensors(tmp_path, config, targets)
+    assert "missing (fetch the folder again, or correct config.json): model.norm.weight" in str(error.value)
+    assert "model.layers.9.input_layernorm.weight" in str(error.value)
+    assert "mtp" not in str(error.value)
+
+
+def test_a_folder_whose_head_is_read_or_absent_says_nothing_of_it(tmp_path, tensors, caplog):
+    config = make_config("q35_moe")
+    save(tmp_path, tensors)
+    with caplog.at_level("INFO"):
+        load_tensors(tmp_path, config, make_targets(config))
+    assert "MTP" not in caplog.text
+
+
 def test_a_copy_of_the_tied_matrix_is_left_out_and_said(tmp_path, caplog):
     config = make_config("q35")
     parameters = make_parameters(config)

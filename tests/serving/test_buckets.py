@@ -3,8 +3,11 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from released_configs import RELEASED
 
-from gdn_jax.serving.runner.buckets import MAX_PREFILL_ROWS, fit, ladder, make_buckets
+from gdn_jax.config import ModelConfig
+from gdn_jax.serving.config import EngineConfig
+from gdn_jax.serving.runner.buckets import MAX_PREFILL_ROWS, Buckets, fit, ladder, make_buckets
 
 
 @given(st.integers(1, 64), st.integers(0, 5000), st.sampled_from([2, 4, 8]))
@@ -36,19 +39,69 @@ def test_every_step_the_settings_allow_has_a_bucket(budget: int, seqs: int, leng
     buckets = make_buckets(
         budget=budget, max_num_seqs=seqs, max_model_len=length, block_size=64, deterministic=deterministic
     )
-    assert fit(buckets.prefill_tokens, budget) >= budget
-    assert all(size % 64 == 0 for size in buckets.prefill_tokens)
-    assert buckets.prefill_rows[-1] == min(MAX_PREFILL_ROWS, seqs)
+    rows = min(MAX_PREFILL_ROWS, seqs)
+    assert all(tokens % 64 == 0 for tokens, _ in buckets.prefill)
+    for wanted in ((1, 1), (budget, 1), (rows, rows), (budget, rows)):
+        tokens, found = buckets.prefill_size(*wanted)
+        assert (tokens >= wanted[0], found >= wanted[1]) == (True, True)
+    assert buckets.prefill[-1] == (-(-budget // 64) * 64, rows)
     assert buckets.advance_rows[-1] == seqs
     assert fit(buckets.table_blocks, 1 + max(length - 2, 0) // 64)  # the last token is never run
 
 
+@given(st.integers(1, 2048), st.integers(1, 8))
+def test_a_prefill_call_is_the_smallest_that_holds_its_rows(num_tokens: int, num_rows: int) -> None:
+    buckets = make_buckets(budget=2048, max_num_seqs=16, max_model_len=8192, block_size=64, deterministic=False)
+    tokens, rows = buckets.prefill_size(num_tokens, num_rows)
+    holding = [size for size in buckets.prefill if size[0] >= num_tokens and size[1] >= num_rows]
+    assert (tokens, rows) == min(holding)
+    assert tokens <= max(64, 8 * num_tokens) or num_rows > 1
+
+
+def test_nothing_fits_beyond_the_largest_call() -> None:
+    buckets = make_buckets(budget=64, max_num_seqs=2, max_model_len=512, block_size=64, deterministic=False)
+    for wanted in ((65, 1), (1, 3)):
+        with pytest.raises(ValueError, match=r"must be at most \(64, 2\); got"):
+            buckets.prefill_size(*wanted)
+
+
+def num_steps(buckets: Buckets) -> int:
+    return len([*buckets.prefill_shapes(), *buckets.advance_shapes()])
+
+
 def test_a_deterministic_engine_has_one_size_of_each_kind() -> None:
     buckets = make_buckets(budget=2048, max_num_seqs=64, max_model_len=8192, block_size=64, deterministic=True)
-    assert [len(sizes) for sizes in vars(buckets).values()] == [1, 1, 1, 1]
+    assert num_steps(buckets) == 2
 
 
-def test_start_up_compiles_few_steps_for_common_settings() -> None:
-    buckets = make_buckets(budget=2048, max_num_seqs=64, max_model_len=8192, block_size=64, deterministic=False)
-    per_width = len(buckets.prefill_tokens) * len(buckets.prefill_rows) + len(buckets.advance_rows)
-    assert per_width * len(buckets.table_blocks) <= 30
+@pytest.mark.parametrize("name", sorted(RELEASED))
+def test_start_up_compiles_sixteen_steps_for_a_released_model_with_all_of_its_context(name: str) -> None:
+    """A bound on every first start: each step takes seconds to compile."""
+    length = ModelConfig.from_dict(RELEASED[name]).context_length
+    defaults = EngineConfig(model=name)
+    sizes = {
+        seqs: num_steps(
+            make_buckets(
+                budget=defaults.max_num_batched_tokens,
+                max_num_seqs=seqs,
+                max_model_len=length,
+                block_size=defaults.block_size,
+                deterministic=False,
+            )
+        )
+        for seqs in (defaults.max_num_seqs, 64)
+    }
+    assert sizes == {16: 16, 64: 18}
+
+
+def test_a_model_of_short_context_compiles_half_of_that() -> None:
+    buckets = make_buckets(budget=2048, max_num_seqs=16, max_model_len=8192, block_size=64, deterministic=False)
+    assert num_steps(buckets) == 8
+
+
+def test_shapes_are_buckets_of_one_size_and_every_size_is_among_them() -> None:
+    buckets = make_buckets(budget=2048, max_num_seqs=64, max_model_len=262_144, block_size=64, deterministic=False)
+    prefill = [(*shape.prefill, *shape.table_blocks) for shape in buckets.prefill_shapes()]
+    assert prefill == [(size, width) for width in buckets.table_blocks for size in buckets.prefill]
+    advance = [(*shape.advance_rows, *shape.table_blocks) for shape in buckets.advance_shapes()]
+    assert advance == [(rows, width) for width in buckets.table_blocks for rows in buckets.advance_rows]
