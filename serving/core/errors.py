@@ -8,12 +8,16 @@ EngineError
 │   ├── PromptTooLongError              prompt and wanted tokens exceed what one request may hold
 │   ├── UnknownParameterError (TypeError)   a keyword that no parameter has; in `sampling_params.py`
 │   └── UnsupportedParameterError       a known setting or content kind that this engine does not offer
+├── DeviceError                     a step lost the device state and it cannot be made again: the engine stops
 ├── StartupError (ValueError)       a config, file or combination of settings with which the engine cannot start
 └── EngineStoppedError              the engine was shut down, or stopped by a fault; in `async_engine.py`
+SettingError (ValueError)           a setting of the wrong type or value; in `config.py`, which knows nothing of ours
+└── UnknownSettingError (TypeError)     a setting that there is none of
 InvariantError (AssertionError)     our bug: the books contradict themselves, the engine stops
 
-A step that fails on the device raises nothing: its requests end with finish reason "error". A message states the rule,
-the value received and the remedy. `UnsupportedKernelError` lives in `kernels/dispatch.py`, which knows nothing of ours.
+A step that fails on the device raises nothing else: its requests end with finish reason "error". A message states the
+rule, the value received and the remedy. `UnsupportedKernelError` lives in `kernels/dispatch.py`, which knows nothing of
+ours.
 """
 
 
@@ -55,6 +59,10 @@ class UnsupportedParameterError(RequestError):
 
 class StartupError(EngineError, ValueError):
     """The engine cannot start with this model folder or these settings."""
+
+
+class DeviceError(EngineError):
+    """A step lost the device state, and there is no memory to make it again. No request has been told."""
 
 
 class InvariantError(AssertionError):

@@ -18,8 +18,9 @@ import numpy as np
 from oracles.numpy_model import OracleModel
 
 from gdn_jax import LLM, RequestOutput, SamplingParams
-from gdn_jax.model import LanguageModel, load_model
+from gdn_jax.model import LanguageModel
 from gdn_jax.serving import startup
+from gdn_jax.serving.config import EngineConfig
 from gdn_jax.serving.core.plan import StepPlan, StepResult
 from gdn_jax.serving.core.scheduler import Scheduler
 from gdn_jax.serving.engine import EngineOutput, EngineStats
@@ -41,6 +42,7 @@ SETTINGS: dict[str, Any] = {
     "warm_up": False,
     "use_tqdm": False,
 }
+_LOAD, _MODELS = startup._load, dict[str, LanguageModel]()
 LOGPROB_ERROR = 1e-4  # twenty times the float32 error seen on these models
 
 
@@ -51,17 +53,16 @@ def one_shape(**sizes: Any) -> PoolSizes:
 
 def one_row_count(**sizes: Any) -> Buckets:
     """Buckets of the steps: those of an engine, but that every prefill call is padded to as many rows as lanes."""
-    return replace(make_buckets(**sizes), prefill_rows=(LANES,))
+    buckets = make_buckets(**sizes)
+    return replace(buckets, prefill=tuple((tokens, LANES) for tokens in sorted({size for size, _ in buckets.prefill})))
 
 
-@cache
-def read_model(folder: str, **choices: Any) -> LanguageModel:
-    return load_model(folder, **choices)
-
-
-def shared_model(folder: str, *, progress: object, **choices: Any) -> LanguageModel:
-    """Load a model as `load_model` does, once for all engines: steps do not change it."""
-    return read_model(folder, **choices)
+def shared_model(config: EngineConfig, *choices: Any, show_progress: bool) -> LanguageModel:
+    """Load a model as start-up does, once for all engines: steps do not change it."""
+    key = repr((config.model, config.load_format, config.seed, *choices))
+    if key not in _MODELS:
+        _MODELS[key] = _LOAD(config, *choices, show_progress=show_progress)
+    return _MODELS[key]
 
 
 def make_llm(folder: str | Path = TINY, **settings: Any) -> LLM:
@@ -69,7 +70,7 @@ def make_llm(folder: str | Path = TINY, **settings: Any) -> LLM:
     with (
         patch.object(startup, "PoolSizes", one_shape),
         patch.object(startup, "make_buckets", one_row_count),
-        patch.object(startup, "load_model", shared_model),
+        patch.object(startup, "_load", shared_model),
     ):
         llm = LLM(str(folder), **SETTINGS | settings)
     poison(llm)
