@@ -100,7 +100,8 @@ async def _load(port: int, case: str, clients: int, seconds: float) -> dict[str,
     async def send(requests: Iterator[bytes]) -> list[tuple[float, int]]:
         """Send requests from all clients, each taking the next one."""
         found: list[tuple[float, int]] = []
-        await asyncio.gather(*(_client(port, requests, found) for _ in range(clients)))
+        num_connections = len(_prompts(clients)) if case == "prompts" else clients  # all at once, as `generate` does
+        await asyncio.gather(*(_client(port, requests, found) for _ in range(num_connections)))
         return found
 
     def requests(seconds: float) -> Iterator[bytes]:
