@@ -8,14 +8,16 @@ EngineError
 │   ├── PromptTooLongError              prompt and wanted tokens exceed what one request may hold
 │   ├── UnknownParameterError (TypeError)   a keyword that no parameter has; in `sampling_params.py`
 │   └── UnsupportedParameterError       a known setting or content kind that this engine does not offer
+├── DeviceError                     a step lost the device state and it cannot be made again: the engine stops
 ├── StartupError (ValueError)       a config, file or combination of settings with which the engine cannot start
-├── EngineStoppedError              the engine was shut down, or stopped by a fault; in `async_engine.py`
-└── DeviceError                     a failed step lost the device state, and it cannot be made again: the engine stops
+└── EngineStoppedError              the engine was shut down, or stopped by a fault; in `async_engine.py`
+SettingError (ValueError)           a setting of the wrong type or value; in `config.py`, which knows nothing of ours
+└── UnknownSettingError (TypeError)     a setting that there is none of
 InvariantError (AssertionError)     our bug: the books contradict themselves, the engine stops
 
-Any other step that fails on the device raises nothing: its requests end with finish reason "error". A message states
-the rule, the value received and the remedy. `UnsupportedKernelError` lives in `kernels/dispatch.py`, which knows
-nothing of ours.
+A step that fails on the device raises nothing else: its requests end with finish reason "error". A message states the
+rule, the value received and the remedy. `UnsupportedKernelError` lives in `kernels/dispatch.py`, which knows nothing of
+ours.
 """
 
 
@@ -60,7 +62,7 @@ class StartupError(EngineError, ValueError):
 
 
 class DeviceError(EngineError):
-    """The device state is lost and cannot be made again, so that the engine cannot go on."""
+    """A step lost the device state, and there is no memory to make it again. No request has been told."""
 
 
 class InvariantError(AssertionError):

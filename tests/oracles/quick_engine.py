@@ -14,10 +14,11 @@ from oracles.tell_tale import TellTaleRunner, next_token
 from gdn_jax import LLM, AsyncLLM, SamplingParams
 from gdn_jax.config import ModelConfig
 from gdn_jax.serving import async_llm, llm
+from gdn_jax.serving.core.limits import Limits
 from gdn_jax.serving.core.placement import CacheMode, Placement
 from gdn_jax.serving.core.plan import RowPlan, RowResult, StepPlan, StepResult, TokenLogprobs
 from gdn_jax.serving.core.request import RequestId
-from gdn_jax.serving.core.scheduler import Limits, Scheduler
+from gdn_jax.serving.core.scheduler import Scheduler
 from gdn_jax.serving.engine import Engine
 from gdn_jax.serving.runner.memory import MemoryPlan
 from gdn_jax.serving.runner.runner import RequestSampling, Runner

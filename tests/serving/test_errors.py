@@ -71,7 +71,7 @@ def true_tree() -> dict[str, set[str]]:
         if isinstance(node, ast.ClassDef)
     }
     tree: dict[str, set[str]] = {}
-    ours = {"EngineError", "InvariantError"}
+    ours = {"EngineError", "InvariantError", "SettingError"}
     while ours:
         tree |= {name: classes[name] for name in ours}
         ours = {name for name, bases in classes.items() if bases & ours} - tree.keys()
