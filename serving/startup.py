@@ -7,7 +7,6 @@ that fails says why as early as it can and leaves nothing behind.
 import dataclasses
 import hashlib
 import logging
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from gdn_jax.serving.core.placement import CacheMode, Placement
 from gdn_jax.serving.core.scheduler import Limits, Scheduler
 from gdn_jax.serving.engine import Engine
 from gdn_jax.serving.runner.buckets import make_buckets
-from gdn_jax.serving.runner.memory import MemoryPlan, MemoryRequest, plan_memory
+from gdn_jax.serving.runner.memory import MemoryPlan, MemoryRequest, available_host_bytes, plan_memory
 from gdn_jax.serving.runner.runner import PoolSizes, Runner
 from gdn_jax.serving.text.chat_template import ChatTemplate
 from gdn_jax.serving.text.tokenizer import GenerationDefaults, Tokenizer
@@ -97,7 +96,7 @@ def _memory_request(config: EngineConfig, model: ModelConfig, dtype: str) -> Mem
     total = 0
     pool = int(config.pool_memory_gib * _GIB)
     if device.platform == "cpu":
-        pool = pool or min(_CPU_POOL_BYTES, _free_host_bytes() // 2)
+        pool = pool or min(_CPU_POOL_BYTES, available_host_bytes() // 2)
     else:
         limit = (device.memory_stats() or {}).get("bytes_limit", 0)
         total = int(limit * config.gpu_memory_utilization)
@@ -115,10 +114,6 @@ def _memory_request(config: EngineConfig, model: ModelConfig, dtype: str) -> Mem
         num_blocks=config.num_blocks,
         num_slots=config.num_state_slots,
     )
-
-
-def _free_host_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
 
 def _state_dtype(config: EngineConfig, model: ModelConfig) -> str:
