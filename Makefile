@@ -9,6 +9,11 @@ JAX_OLDEST := jax==0.11.2
 JAX_NEWEST := jax>=0.12,<0.13
 PYTHON_IN_VENV := .venv/bin/python
 
+# A core for each file; more than four would compile the same steps once more. Small NumPy products wait for each other's
+# threads where cores are few, and the oracles are made of them.
+PYTEST := -m pytest -n auto --maxprocesses 4 --dist loadfile
+export OPENBLAS_NUM_THREADS := 1
+
 DEMO_MODEL := tests/golden/tiny-hybrid
 DEMO_PROMPT := The river
 DEMO_FLAGS := --max-tokens 32
@@ -33,11 +38,11 @@ check: setup  ## lint, format, types, import directions
 	$(PYTHON_IN_VENV) -m pytest -q tests/test_architecture.py
 
 test: setup  ## the whole suite for the CPU
-	$(PYTHON_IN_VENV) -m pytest
+	$(PYTHON_IN_VENV) $(PYTEST)
 
 test-newest:  ## model, kernel and golden tests on the newest JAX
 	@scripts/setup.sh .venv-newest dev "$(JAX_NEWEST)"
-	.venv-newest/bin/python -m pytest --ignore=tests/serving
+	.venv-newest/bin/python $(PYTEST) --ignore=tests/serving
 
 test-gpu:  ## kernel and model tests, those marked gpu too, on an NVIDIA GPU
 	@nvidia-smi >/dev/null 2>&1 || { echo "make test-gpu needs an NVIDIA GPU: nvidia-smi does not run here" >&2; exit 1; }
@@ -49,4 +54,4 @@ bench: setup  ## run the benchmarks that need no GPU
 	@set -e; for module in $(subst /,.,$(basename $(BENCHMARKS))); do echo "== $$module"; $(PYTHON_IN_VENV) -m "$$module"; done
 
 clean:  ## remove the environments and everything built
-	rm -rf .venv .venv-newest .venv-gpu build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-newest .venv-gpu build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .cache

@@ -18,10 +18,11 @@ from pathlib import Path
 import tyro
 
 from benchmarks.results_file import ResultRow, write_results
+from gdn_jax.serving.core.limits import Limits
 from gdn_jax.serving.core.placement import CacheMode, Placement
 from gdn_jax.serving.core.plan import Phase, RowCut, RowResult, StepPlan, StepResult
 from gdn_jax.serving.core.request import RequestId
-from gdn_jax.serving.core.scheduler import Limits, Scheduler
+from gdn_jax.serving.core.scheduler import Scheduler
 
 BLOCK_SIZE = 64
 

@@ -1,18 +1,23 @@
 """Measure the engine on a CPU with a tiny model: warm against cold, `all` against `none`, memory over requests.
 
     JAX_PLATFORMS=cpu python -m benchmarks.engine_cpu
+    JAX_PLATFORMS=cpu python -m benchmarks.engine_cpu --cases memory --requests 20000
 
-Ratios within one run are what counts: absolute times of a shared CPU mean little. Each case checks its answers first
-and reports no number if they are wrong.
+Ratios within one run are what counts: absolute times of a shared CPU mean little. So what is compared takes turns, and
+the median of the turns' ratios is reported. Each case checks its answers before it times anything and after every turn,
+and the run ends without numbers if they are wrong or if memory grows.
 """
 
+import gc
+import os
 import random
-import resource
 import statistics
 import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import tyro
 
@@ -24,9 +29,10 @@ _SETTINGS = {
     "dtype": "float32",
     "max_num_seqs": 8,
     "max_num_batched_tokens": 512,
-    "max_model_len": 4608 - 512,
+    "max_model_len": 4096,
     "use_tqdm": False,
 }
+Case = Literal["warm-over-cold", "all-over-none", "memory"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,17 +41,25 @@ class Arguments:
 
     Attributes:
         output: JSON file for the results.
-        repeats: measurements per case; the median counts.
-        requests: how many the memory case runs.
+        cases: which cases; all by default.
+        repeats: turns per case; the median of their ratios counts.
+        prompt: tokens of the prompt that is sent cold and warm, at most 4,000.
+        requests: how many the memory case runs, at least 800.
+        most_growth_mib: the memory case fails if the process grows by more after its warm period.
+        most_objects: the memory case fails if Python has more additional objects after its warm period.
     """
 
     output: Path = Path("benchmarks/results/engine-cpu.json")
-    repeats: int = 5
-    requests: int = 2000
+    cases: tuple[Case, ...] = ("warm-over-cold", "all-over-none", "memory")
+    repeats: int = 9
+    prompt: int = 4000
+    requests: int = 4000
+    most_growth_mib: float = 8.0
+    most_objects: int = 500
 
 
 def _row(case: str, metric: str, value: float, unit: str) -> ResultRow:
-    return ResultRow(case=case, metric=metric, value=value, unit=unit, implementation="ours", error=0.0)
+    return ResultRow(case=f"engine/{case}", metric=metric, value=value, unit=unit, implementation="ours", error=0.0)
 
 
 def _prompt(seed: int, length: int) -> list[int]:
@@ -53,78 +67,134 @@ def _prompt(seed: int, length: int) -> list[int]:
     return [draw.randrange(1, 250) for _ in range(length)]
 
 
-def _first_token_seconds(llm: LLM, prompt: list[int]) -> tuple[float, int, list[int]]:
+def _refuse(problem: str) -> None:
+    raise SystemExit(f"no number is reported: {problem}")
+
+
+def _greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+
+
+def _timed(llm: LLM, prompts: Sequence[list[int]], max_tokens: int) -> tuple[float, list[list[int]], list[int]]:
+    """Return the seconds of one call, the answers, and how many tokens of each prompt came from the cache."""
     began = time.perf_counter()
-    (output,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=1, ignore_eos=True), use_tqdm=False)
-    return time.perf_counter() - began, output.num_cached_tokens, output.outputs[0].token_ids
+    outputs = llm.generate(prompts, _greedy(max_tokens), use_tqdm=False)
+    seconds = time.perf_counter() - began
+    answers = [output.outputs[0].token_ids for output in outputs]
+    if any(len(answer) != max_tokens for answer in answers):
+        _refuse(f"answers have {[len(answer) for answer in answers]} tokens, not {max_tokens}")
+    return seconds, answers, [output.num_cached_tokens for output in outputs]
 
 
-def warm_against_cold(repeats: int) -> list[ResultRow]:
-    """Time to first token of a 4,000-token prompt seen before, as a share of the same prompt cold."""
-    llm = LLM(str(_MODEL), **_SETTINGS)
-    _first_token_seconds(llm, _prompt(0, 4000))
-    _first_token_seconds(llm, _prompt(0, 4000))
-    cold, warm = [], []
-    for seed in range(1, repeats + 1):
-        prompt = _prompt(seed, 4000)
-        seconds, cached, first = _first_token_seconds(llm, prompt)
-        again, hit, second = _first_token_seconds(llm, prompt)
-        if cached != 0 or hit != 3968 or first != second:
-            raise SystemExit(f"warm is not cold: {cached} and {hit} tokens cached, tokens {first} and {second}")
-        cold.append(seconds)
-        warm.append(again)
-    ratio = statistics.median(warm) / statistics.median(cold)
-    return [_row("engine/ttft/4000/warm-over-cold", "ratio", ratio, "1")]
-
-
-def all_against_none(repeats: int) -> list[ResultRow]:
-    """Cold throughput of mode `all` as a share of mode `none`, the two taking turns."""
-    engines = {mode: LLM(str(_MODEL), prefix_cache=mode, **_SETTINGS) for mode in ("none", "all")}
-    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
-    seconds: dict[str, list[float]] = {mode: [] for mode in engines}
-    answers: dict[str, list[list[int]]] = {}
-    for turn in range(repeats + 1):  # the first turn compiles
-        prompts = [_prompt(100 * turn + i, 600 + 90 * i) for i in range(8)]
-        for mode, llm in engines.items():
-            began = time.perf_counter()
-            outputs = llm.generate(prompts, params, use_tqdm=False)
-            if turn:
-                seconds[mode].append(time.perf_counter() - began)
-            answers[mode] = [output.outputs[0].token_ids for output in outputs]
-        if answers["none"] != answers["all"]:
-            raise SystemExit("mode all and mode none answer differently")
-    medians = {mode: statistics.median(times) for mode, times in seconds.items()}
+def warm_over_cold(arguments: Arguments) -> list[ResultRow]:
+    """Time to the first token of a prompt seen before, as a share of the same prompt's cold."""
+    llm, length = LLM(str(_MODEL), **_SETTINGS), arguments.prompt
+    uncached = LLM(str(_MODEL), prefix_cache="none", **_SETTINGS)
+    cold: list[float] = []
+    warm: list[float] = []
+    for turn in range(arguments.repeats + 1):  # the first turn compiles
+        prompt = [_prompt(turn, length)]
+        seconds, answer, before = _timed(llm, prompt, 1)
+        again, same, hit = _timed(llm, prompt, 1)
+        if (before, hit) != ([0], [(length - 1) // 64 * 64]):
+            _refuse(f"{before} and then {hit} tokens of {length} came from the cache")
+        if not answer == same == _timed(uncached, prompt, 1)[1]:
+            _refuse("a warm answer is not the cold one")
+        if turn:
+            cold.append(seconds)
+            warm.append(again)
+    ratios = [again / seconds for again, seconds in zip(warm, cold, strict=True)]
     return [
-        _row("engine/cold/all-over-none", "ratio", medians["all"] / medians["none"], "1"),
-        _row("engine/cold/none", "s", medians["none"], "s"),
+        _row(f"ttft/{length}/warm-over-cold", "median", statistics.median(ratios), "ratio"),
+        _row(f"ttft/{length}/cold", "median", statistics.median(cold), "s"),
+        _row(f"ttft/{length}/warm", "median", statistics.median(warm), "s"),
     ]
 
 
-def memory_over_requests(count: int) -> list[ResultRow]:
-    """Growth of the process between the first quarter of the requests and the last."""
-    llm = LLM(str(_MODEL), **_SETTINGS)
-    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-    peaks: list[int] = []
-    for batch in range(count // 100):
-        llm.generate([_prompt(batch * 100 + i, 70 + i % 60) for i in range(100)], params, use_tqdm=False)
-        peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+def all_over_none(arguments: Arguments) -> list[ResultRow]:
+    """Time of a cold batch in mode `all` as a share of mode `none`, the two taking turns at going first."""
+    engines = {mode: LLM(str(_MODEL), prefix_cache=mode, **_SETTINGS) for mode in ("none", "all")}
+    seconds: dict[str, list[float]] = {mode: [] for mode in engines}
+    for turn in range(arguments.repeats + 1):  # the first turn compiles
+        prompts = [_prompt(100 * (turn + 1) + i, 600 + 90 * i) for i in range(8)]
+        answers: dict[str, list[list[int]]] = {}
+        for mode in list(engines)[:: 1 if turn % 2 else -1]:
+            took, answers[mode], cached = _timed(engines[mode], prompts, 64)
+            if any(cached):
+                _refuse(f"mode {mode} was not cold: {cached} tokens came from the cache")
+            if turn:
+                seconds[mode].append(took)
+        if answers["none"] != answers["all"]:
+            _refuse("mode all and mode none answer differently")
+    if engines["all"].stats().saves == 0:
+        _refuse("mode all saved nothing, so that it had no work of its own")
+    ratios = [full / none for full, none in zip(seconds["all"], seconds["none"], strict=True)]
+    return [
+        _row("cold/all-over-none", "median", statistics.median(ratios), "ratio"),
+        _row("cold/all-over-none", "least", min(ratios), "ratio"),
+        _row("cold/all-over-none", "most", max(ratios), "ratio"),
+        _row("cold/none", "median", statistics.median(seconds["none"]), "s"),
+    ]
+
+
+def _resident_mib() -> float:
+    """Return how much of the process is in memory now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def memory(arguments: Arguments) -> list[ResultRow]:
+    """Growth of the process and of the number of Python's objects after a warm period of half of the requests.
+
+    Pools are small, so that the cache has long been full by then. Batches are alike, so that what one leaves behind is
+    seen as often as there are batches.
+    """
+    if arguments.requests < 800:
+        raise SystemExit(f"requests must be at least 800, half of them a warm period; got {arguments.requests}")
+    llm = LLM(str(_MODEL), num_blocks=128, num_state_slots=32, **_SETTINGS)
+    probe = [_prompt(-1 - i, 70 + 20 * i) for i in range(4)]
+    _, before, _ = _timed(llm, probe, 8)
+    resident: list[float] = []
+    objects: list[int] = []
+    for batch in range(arguments.requests // 100):
+        _timed(llm, [_prompt(batch * 100 + i, 70 + i % 60) for i in range(100)], 4)
+        gc.collect()
+        resident.append(_resident_mib())
+        objects.append(len(gc.get_objects()))
+    if _timed(llm, probe, 8)[1] != before:
+        _refuse("answers are not those of the fresh engine")
     held = llm.stats()
     if held.blocks_used or held.slots_used:
-        raise SystemExit(f"after the last request something is still held: {held}")
-    growth = (peaks[-1] - peaks[len(peaks) // 4]) / 1024
-    return [_row(f"engine/memory/{count}-requests", "growth", growth, "MiB")]
+        _refuse(f"after the last request something is still held: {held}")
+    if held.evictions == 0:
+        _refuse("the cache never filled up, so that its own growth was measured")
+    half, tail = len(resident) // 2, max(len(resident) // 10, 1)
+    growth = statistics.median(resident[-tail:]) - statistics.median(resident[half : half + tail])
+    more = round(statistics.median(objects[-tail:]) - statistics.median(objects[half : half + tail]))
+    if growth > arguments.most_growth_mib or more > arguments.most_objects:
+        _refuse(
+            f"over the last {(len(resident) - half) * 100} requests the process grew by {growth:.1f} MiB and {more} "
+            f"objects; at most {arguments.most_growth_mib} MiB and {arguments.most_objects} objects are noise"
+        )
+    return [
+        _row(f"memory/{arguments.requests}-requests", "growth", growth, "MiB"),
+        _row(f"memory/{arguments.requests}-requests", "more-objects", more, "objects"),
+    ]
+
+
+_CASES: dict[Case, Callable[[Arguments], list[ResultRow]]] = {
+    "warm-over-cold": warm_over_cold,
+    "all-over-none": all_over_none,
+    "memory": memory,
+}
 
 
 def main(arguments: Arguments) -> None:
-    """Run every case and write the file."""
-    rows = [
-        *warm_against_cold(arguments.repeats),
-        *all_against_none(arguments.repeats),
-        *memory_over_requests(arguments.requests),
-    ]
+    """Run the cases and write the file."""
+    rows = [row for case in arguments.cases for row in _CASES[case](arguments)]
     write_results(arguments.output, "engine-cpu", rows)
     for row in rows:
-        sys.stdout.write(f"{row.case:40} {row.metric:8} {row.value:.4g} {row.unit}\n")
+        sys.stdout.write(f"{row.case:40} {row.metric:12} {row.value:.4g} {row.unit}\n")
 
 
 if __name__ == "__main__":

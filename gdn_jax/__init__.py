@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from gdn_jax.serving.async_llm import AsyncLLM
     from gdn_jax.serving.llm import LLM
     from gdn_jax.serving.outputs import CompletionOutput, RequestOutput
-    from gdn_jax.serving.sampling_params import SamplingParams
+    from gdn_jax.serving.sampling_params import RequestOutputKind, SamplingParams
 
 __version__ = "0.1.0"
 
@@ -22,6 +22,7 @@ _LAZY = {
     "CompletionOutput": "gdn_jax.serving.outputs",
     "LanguageModel": "gdn_jax.model",
     "RequestOutput": "gdn_jax.serving.outputs",
+    "RequestOutputKind": "gdn_jax.serving.sampling_params",
     "SamplingParams": "gdn_jax.serving.sampling_params",
     "load_model": "gdn_jax.model",
 }
@@ -32,6 +33,7 @@ __all__ = [
     "CompletionOutput",
     "LanguageModel",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
     "__version__",
     "load_model",

@@ -144,12 +144,12 @@ def read_fields(raw: Mapping[str, object]) -> dict[str, object]:
 
 def _no_folder_message(name: str) -> str:
     if name and os.path.exists(name):
-        return f"a model must be given as a folder; {shown(name)} is a file; give the folder that holds it"
+        return f"a model must be given as a folder; {name!r} is a file; give the folder that holds it"
     # What has the form owner/name may be a mistyped path as well as a name on a hub.
     hub_name = name if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name) else "OWNER/NAME"
     target = hub_name.split("/")[1]
     return (
-        f"a model must be given as a local folder, names on a hub are not looked up; there is no folder {shown(name)}; "
+        f"a model must be given as a local folder, names on a hub are not looked up; there is no folder {name!r}; "
         f"check the path, or download the model first (huggingface-cli download {hub_name} --local-dir {target}, "
         f"or hf download in newer versions) and give {target}"
     )

@@ -2,8 +2,9 @@
 
 import json
 import logging
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated
 
@@ -12,14 +13,16 @@ from tyro.conf import OmitArgPrefixes, UseAppendAction, subcommand
 
 from gdn_jax.errors import ModelError
 from gdn_jax.kernels.dispatch import UnsupportedKernelError
-from gdn_jax.serving.config import EngineConfig
-from gdn_jax.serving.core.errors import EngineError
+from gdn_jax.serving.config import EngineConfig, SettingError
+from gdn_jax.serving.core.errors import EngineError, RequestError, StartupError
 from gdn_jax.serving.info import describe_model
 from gdn_jax.serving.llm import LLM
 from gdn_jax.serving.outputs import RequestOutput
-from gdn_jax.serving.sampling_params import SamplingParams
+from gdn_jax.serving.sampling_params import RequestOutputKind, SamplingParams
 
-_PROBLEMS = (EngineError, ModelError, UnsupportedKernelError, ValueError, TypeError)
+# What was given cannot be used: settings, parameters, files. Anything else that is no bug is a failure while running.
+_MISTAKES = (SettingError, RequestError, StartupError, ModelError, UnsupportedKernelError)
+_MEMORY_SHARE = "0.95"  # of a card for JAX; the rest is for the driver, its libraries and their workspaces
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,10 +50,10 @@ class Sampling:
     ignore_eos: bool = False
 
     def params(self, defaults: SamplingParams) -> SamplingParams:
-        """Return the defaults with what was given on the command line."""
+        """Return the defaults with what was given on the command line, for a stream of what is new."""
         given = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "sampling_seed"}
         changes = {name: value for name, value in given.items() if value is not None and value != ()}
-        return replace(defaults, seed=self.sampling_seed, **changes)
+        return replace(defaults, seed=self.sampling_seed, output_kind=RequestOutputKind.DELTA, **changes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,18 +98,34 @@ _Command = Annotated[Generate, subcommand("generate")] | Annotated[Info, subcomm
 
 
 def main() -> None:
-    """Run the command line; a problem of the user's is one line and exit code 2."""
+    """Run the command line.
+
+    A mistake of the user's is one line and exit code 2, a failure while running one line and 1. A bug is a traceback.
+    """
     command = tyro.cli(_Command, prog="gdn-jax")
+    _let_jax_use_the_card(os.environ)
     try:
         if isinstance(command, Generate):
-            _generate(command)
-        else:
-            _info(command)
-    except _PROBLEMS as problem:
-        sys.stderr.write(f"gdn-jax: {problem}\n")
+            sys.exit(_generate(command))
+        _info(command)
+    except _MISTAKES as mistake:
+        sys.stderr.write(f"gdn-jax: {_one_line(mistake)}\n")
         sys.exit(2)
+    except EngineError as failure:
+        sys.stderr.write(f"gdn-jax: {_one_line(failure)}\n")
+        sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _let_jax_use_the_card(environment: MutableMapping[str, str]) -> None:
+    """Let JAX have nearly all of a GPU, as this process runs nothing else; it reads the variable when it first runs."""
+    if not {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"} & set(environment):
+        environment["XLA_CLIENT_MEM_FRACTION"] = _MEMORY_SHARE
+
+
+def _one_line(problem: Exception) -> str:
+    return " ".join(str(problem).split())
 
 
 def _set_up_logging(command: Generate) -> None:
@@ -118,38 +137,42 @@ def _set_up_logging(command: Generate) -> None:
     ours.setLevel(level)
 
 
-def _generate(command: Generate) -> None:
+def _generate(command: Generate) -> int:
+    """Return the exit code: 1 if an answer ended with an error."""
     _set_up_logging(command)
     llm = LLM(command.engine.model, **_settings(command.engine), use_tqdm=not command.quiet)
     params = command.sampling.params(llm.get_default_sampling_params())
+    ends: list[str | None] = []
     for prompt in command.prompt:
         if command.chat:
             outputs = llm.stream_chat([{"role": "user", "content": prompt}], params)
         else:
             outputs = llm.stream(prompt, params)
-        _show(outputs, quiet=command.quiet)
+        ends.append(_show(outputs, quiet=command.quiet))
+    return int("error" in ends)
 
 
 def _settings(config: EngineConfig) -> dict[str, object]:
     return {item.name: getattr(config, item.name) for item in fields(config) if item.name != "model"}
 
 
-def _show(outputs: Iterator[RequestOutput], *, quiet: bool) -> None:
-    """Stream one answer and say what it cost."""
-    shown, output = 0, None
+def _show(outputs: Iterator[RequestOutput], *, quiet: bool) -> str | None:
+    """Stream one answer, say what it cost, and return why it ended."""
+    num_tokens, output = 0, None
     for output in outputs:
-        text = output.outputs[0].text
-        sys.stdout.write(text[shown:])
+        num_tokens += len(output.outputs[0].token_ids)
+        sys.stdout.write(output.outputs[0].text)
         sys.stdout.flush()
-        shown = len(text)
     sys.stdout.write("\n")
     sys.stdout.flush()
-    if output is not None and not quiet:
-        done = output.outputs[0]
+    if output is None:
+        return None
+    if not quiet:
         sys.stderr.write(
             f"[{len(output.prompt_token_ids)} prompt tokens, {output.num_cached_tokens} of them cached; "
-            f"{len(done.token_ids)} generated; {done.finish_reason}]\n"
+            f"{num_tokens} generated; {output.outputs[0].finish_reason}]\n"
         )
+    return output.outputs[0].finish_reason
 
 
 def _info(command: Info) -> None:

@@ -1,21 +1,23 @@
-"""AsyncEngine: the engine on a thread of its own, for asynchronous callers. Two queues, no locks.
+"""AsyncEngine: the engine on a thread of its own, for asynchronous callers. Two queues, and one lock at the end.
 
 Commands go down one queue and are carried out between steps; outputs come back to each request's own queue in its event
 loop. The thread owns the engine: nobody else touches it after `start`. A request ends when its last output is taken,
-when its reader leaves, or when the engine stops; whichever it is, nothing of it stays held.
+when its reader leaves, or when the engine stops; whichever it is, nothing of it stays held. The lock decides whether a
+command came before the stop, and is then carried out or refused, or after it, and is refused at once.
 """
 
 import asyncio
 import logging
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
 from gdn_jax.serving.collector import Collector
-from gdn_jax.serving.core.errors import EngineError
+from gdn_jax.serving.core.errors import EngineError, InvariantError
 from gdn_jax.serving.engine import Engine, EngineOutput, EngineRequest
 from gdn_jax.serving.outputs import RequestOutput
 
@@ -24,7 +26,7 @@ _Item = EngineOutput | BaseException
 
 
 class EngineStoppedError(EngineError):
-    """The engine is not running: it was shut down, or stopped on a bug of its own."""
+    """The engine is not running: it was shut down, or it stopped on a failure of its own, which is then the cause."""
 
 
 @dataclass(eq=False)
@@ -42,6 +44,14 @@ class _Reader:
             _LOG.debug("a reader's event loop is closed")
 
 
+@dataclass(frozen=True, eq=False)
+class _Command:
+    """What the thread does between two steps, and how whoever wants it learns that it never will."""
+
+    run: Callable[[], None]
+    refuse: Callable[[BaseException], None]
+
+
 class AsyncEngine:
     """Runs an engine on one thread. Its methods may be called from any thread."""
 
@@ -52,27 +62,37 @@ class AsyncEngine:
             engine: nobody else may use it from here on.
         """
         self._engine = engine
-        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._readers: dict[str, _Reader] = {}  # the thread's own
         self._thread = threading.Thread(target=self._run, name="gdn-jax engine", daemon=True)
-        self._stopped = threading.Event()
+        self._lock = threading.Lock()  # of the two below: nothing enters the queue once it is drained for good
+        self._takes_commands = False
+        self._failure: BaseException | None = None
 
     def start(self) -> None:
         """Start the thread."""
+        with self._lock:
+            self._takes_commands = True
         self._thread.start()
 
     def stop(self) -> None:
         """Stop after the step in progress, and wait for the thread; every reader gets `EngineStoppedError`."""
         self._commands.put(None)
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
 
     @property
     def is_running(self) -> bool:
         """Whether the thread takes commands."""
-        return self._thread.is_alive() and not self._stopped.is_set()
+        return self._takes_commands
 
     async def call[Result](self, function: Callable[[Engine], Result]) -> Result:
-        """Run a function of the engine between two steps, on its thread, and return what it returns."""
+        """Run a function of the engine between two steps, on its thread, and return what it returns.
+
+        Raises:
+            EngineStoppedError: the engine stopped before it came to this.
+            InvariantError: the engine found a bug of ours, and stops.
+        """
         done: Future[Result] = Future()
 
         def run() -> None:
@@ -80,19 +100,35 @@ class AsyncEngine:
                 return
             try:
                 done.set_result(function(self._engine))
+            except InvariantError as error:
+                done.set_exception(error)
+                raise
             except Exception as error:  # the caller's to see, not the thread's to die of
                 done.set_exception(error)
 
-        self._put(run)
+        def refuse(error: BaseException) -> None:
+            if done.set_running_or_notify_cancel():
+                done.set_exception(error)
+
+        self._put(_Command(run, refuse))
         return await asyncio.wrap_future(done)
 
-    def _put(self, command: Callable[[], None]) -> None:
-        if not self.is_running:
-            raise EngineStoppedError("the engine is not running; start another one")
-        self._commands.put(command)
+    def _put(self, command: _Command) -> None:
+        with self._lock:
+            if not self._takes_commands:
+                raise self._stopped()
+            self._commands.put(command)
 
-    async def stream(self, collector: Collector, requests: Sequence[EngineRequest]) -> AsyncIterator[RequestOutput]:
-        """Queue a prompt's completions and yield what there is so far, after every step that brought something.
+    def _stopped(self) -> EngineStoppedError:
+        """Return a new error for each who needs to know: a shared one would gather their tracebacks."""
+        if self._failure is None:
+            return EngineStoppedError("the engine is not running; start another one")
+        error = EngineStoppedError(f"the engine stopped on a failure of its own ({self._failure}); start another one")
+        error.__cause__ = self._failure
+        return error
+
+    async def stream(self, collector: Collector, requests: Sequence[EngineRequest]) -> AsyncGenerator[RequestOutput]:
+        """Queue a prompt's completions and yield an item of the kind asked for after every step that brought something.
 
         Leaving the iteration, or cancelling the task that runs it, aborts what is unfinished.
 
@@ -107,10 +143,13 @@ class AsyncEngine:
                 self._take(collector, await reader.items.get())
                 while not reader.items.empty():
                     self._take(collector, reader.items.get_nowait())
-                yield collector.output()
+                if (output := collector.news()) is not None:
+                    yield output
         finally:
-            if self.is_running:
-                self._put(partial(self._leave, [request.request_id for request in requests], reader))
+            if not collector.finished:
+                leave = partial(self._abort, [request.request_id for request in requests])
+                with suppress(EngineStoppedError):  # then nothing of it is left
+                    self._put(_Command(leave, lambda error: None))
 
     @staticmethod
     def _take(collector: Collector, item: _Item) -> None:
@@ -121,25 +160,19 @@ class AsyncEngine:
     # From here on, everything runs on the engine's thread.
 
     def _add(self, requests: Sequence[EngineRequest], reader: _Reader, engine: Engine) -> None:
-        added: list[str] = []
         try:
             for request in requests:
                 engine.add(request)
-                added.append(request.request_id)
+                self._readers[request.request_id] = reader
         except BaseException:
-            self._abort(added)
+            self._abort([request.request_id for request in requests])
             raise
-        for name in added:
-            self._readers[name] = reader
 
-    def _abort(self, names: Sequence[str]) -> None:
-        for name in names:
-            self._readers.pop(name, None)
-            self._engine.abort(name)
-
-    def _leave(self, names: Sequence[str], reader: _Reader) -> None:
-        """Abort what a reader left behind; a name may be another's, where the engine refused this reader's request."""
-        self._abort([name for name in names if self._readers.get(name) is reader])
+    def _abort(self, request_ids: Sequence[str]) -> None:
+        """Abort those that are this reader's and not finished; ids are never used twice, so others are not there."""
+        for request_id in request_ids:
+            if self._readers.pop(request_id, None) is not None:
+                self._engine.abort(request_id)
 
     def _run(self) -> None:
         try:
@@ -147,13 +180,12 @@ class AsyncEngine:
                 if self._engine.has_work:
                     for output in self._engine.step():
                         self._deliver(output)
-        except BaseException as error:
-            _LOG.exception("the engine stops on a bug of its own")
-            self._tell_all(error)
-            raise
+        except BaseException as error:  # the thread's top: a bug, or a device that is lost
+            _LOG.exception("the engine stops on a failure of its own")
+            self._failure = error
         finally:
-            self._stopped.set()
-            self._tell_all(EngineStoppedError("the engine was shut down; start another one"))
+            with self._lock:
+                self._takes_commands = False
             self._refuse_rest()
 
     def _obey(self) -> bool:
@@ -166,7 +198,7 @@ class AsyncEngine:
                 return True
             if command is None:
                 return False
-            command()
+            command.run()
             block = False
 
     def _deliver(self, output: EngineOutput) -> None:
@@ -177,18 +209,15 @@ class AsyncEngine:
             del self._readers[output.request_id]
         reader.put(output)
 
-    def _tell_all(self, error: BaseException) -> None:
+    def _refuse_rest(self) -> None:
+        """Tell all who wait, for outputs or for their turn, that nothing will come."""
         readers, self._readers = set(self._readers.values()), {}
         for reader in readers:
-            reader.put(error)
-
-    def _refuse_rest(self) -> None:
-        """Carry out what was queued meanwhile, so that nobody waits for an answer for ever."""
+            reader.put(self._stopped())
         while True:
             try:
                 command = self._commands.get_nowait()
             except queue.Empty:
-                break
+                return
             if command is not None:
-                command()
-        self._tell_all(EngineStoppedError("the engine was shut down; start another one"))
+                command.refuse(self._stopped())

@@ -1,15 +1,18 @@
 """AsyncLLM: the Python API for asynchronous callers, and what a server stands on."""
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
 
 from gdn_jax.serving.async_engine import AsyncEngine
 from gdn_jax.serving.config import EngineConfig
+from gdn_jax.serving.core.errors import DuplicateRequestError
 from gdn_jax.serving.engine import EngineStats
 from gdn_jax.serving.intake import Intake, Options
 from gdn_jax.serving.outputs import RequestOutput
-from gdn_jax.serving.prompts import EncodedPrompt, Prompt
+from gdn_jax.serving.prompts import EncodedPrompt, Message, Prompt
 from gdn_jax.serving.sampling_params import SamplingParams
 from gdn_jax.serving.startup import build_engine
+from gdn_jax.serving.text.tokenizer import Tokenizer
 
 
 class AsyncLLM:
@@ -25,8 +28,19 @@ class AsyncLLM:
         parts = build_engine(self.config, show_progress=show)
         self.model_config, self.memory = parts.model_config, parts.memory
         self._intake = Intake(parts, seed=self.config.seed)
+        self._tokenizer = parts.tokenizer
+        self.max_model_len = parts.memory.max_model_len
+        self._names: set[str] = set()  # that callers chose, of streams being read
         self._engine = AsyncEngine(parts.engine)
         self._engine.start()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return what `generation_config.json` recommends; used where a call brings no parameters."""
+        return self._intake.default_params()
+
+    def get_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer: `encode(text)`, `decode(ids)`."""
+        return self._tokenizer
 
     def generate(
         self,
@@ -37,26 +51,27 @@ class AsyncLLM:
         priority: int = 0,
         cache_salt: str = "",
     ) -> AsyncIterator[RequestOutput]:
-        """Complete one prompt, yielding after every step that brought something; each output holds all there is so far.
+        """Complete one prompt, yielding after every step that brought something.
 
-        Closing the iterator, or cancelling the task that reads it, aborts the request within one step.
+        An item holds all there is so far, or what `SamplingParams.output_kind` says. The request starts when its first
+        item is asked for. Closing the iterator, or cancelling the task that reads it, aborts it within one step.
 
         Args:
             prompt: text, token ids, or a dict of either, as for `LLM.generate`.
             sampling_params: None: what the model recommends.
-            request_id: a name not in use; None: the engine chooses one.
+            request_id: a name for outputs and log lines, not that of another stream being read; None: a number.
             priority: lower goes first.
             cache_salt: share cached prefixes only with requests of the same salt.
 
         Raises:
-            RequestError: the prompt or a parameter cannot be served.
+            RequestError: the prompt or a parameter cannot be served; also from the first item on.
         """
         options = Options(priority=priority, cache_salt=cache_salt)
         return self._stream(self._intake.reader.read(prompt), sampling_params, request_id, options)
 
     def chat(
         self,
-        messages: Sequence[Mapping[str, object]],
+        messages: Sequence[Message],
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
@@ -66,15 +81,31 @@ class AsyncLLM:
     ) -> AsyncIterator[RequestOutput]:
         """Answer one conversation as `generate` completes a prompt; `template` as for `LLM.chat`."""
         options = Options(priority=priority, cache_salt=cache_salt)
-        prompt = self._intake.reader.render(list(messages), **template)
+        prompt = self._intake.reader.render(messages, **template)
         return self._stream(prompt, sampling_params, request_id, options)
 
     def _stream(
         self, prompt: EncodedPrompt, params: SamplingParams | None, request_id: str | None, options: Options
     ) -> AsyncIterator[RequestOutput]:
-        chosen = self._intake.default_params() if params is None else params
+        chosen = self.get_default_sampling_params() if params is None else params
         collector, requests = self._intake.take(prompt, chosen, options, request_id)
-        return self._engine.stream(collector, requests)
+        stream = self._engine.stream(collector, requests)
+        return stream if request_id is None else self._named(request_id, stream)
+
+    async def _named(self, name: str, stream: AsyncGenerator[RequestOutput]) -> AsyncGenerator[RequestOutput]:
+        """Read a stream under a name that no other has meanwhile."""
+        if name in self._names:
+            raise DuplicateRequestError(
+                f"request_id must not be that of a request in flight; got {name!r}; choose another, or leave it out",
+                parameter="request_id",
+            )
+        self._names.add(name)
+        try:
+            async with aclosing(stream):
+                async for output in stream:
+                    yield output
+        finally:
+            self._names.discard(name)
 
     async def stats(self) -> EngineStats:
         """Return counts since start and gauges now."""

@@ -1,4 +1,8 @@
-"""Collector: what the steps gave one prompt's completions, put together into a RequestOutput."""
+"""Collector: what the steps gave one prompt's completions, put together into RequestOutputs of the kind asked for.
+
+Taking a step's output costs no more than what it brings. An item of kind DELTA costs as much; a cumulative one copies
+the lists so far, since whoever reads it may keep it.
+"""
 
 from collections.abc import Sequence
 
@@ -7,87 +11,129 @@ from gdn_jax.serving.core.request import FinishReason
 from gdn_jax.serving.engine import EngineOutput
 from gdn_jax.serving.outputs import CompletionOutput, PositionLogprobs, RequestOutput, position_logprobs
 from gdn_jax.serving.prompts import EncodedPrompt
-from gdn_jax.serving.sampling_params import SamplingParams
+from gdn_jax.serving.sampling_params import RequestOutputKind, SamplingParams
+from gdn_jax.serving.text.detokenizer import IncrementalDetokenizer
 from gdn_jax.serving.text.tokenizer import Tokenizer
 
 
 class _Completion:
-    """One of the `n` completions so far."""
+    """One of the `n` completions: all of it so far, or what was not yet handed on."""
 
-    def __init__(self) -> None:
-        self.text: list[str] = []
+    def __init__(self, index: int, decoder: IncrementalDetokenizer | None) -> None:
+        self.index = index
+        self.text = ""
         self.token_ids: list[int] = []
         self.logprobs: list[PositionLogprobs] = []
         self.cumulative = 0.0
         self.finish: FinishReason | None = None
         self.stop_reason: int | str | None = None
+        self.has_news = False
+        self._decoder = decoder  # stands after the tokens taken: tells what an alternative would have read like
 
-
-class Collector:
-    """Gathers the outputs of one prompt's completions by request id."""
-
-    def __init__(
-        self, names: Sequence[str], prompt: EncodedPrompt, params: SamplingParams, tokenizer: Tokenizer
-    ) -> None:
-        """Start with nothing.
-
-        Args:
-            names: ids of its completions, in order; the first is the name of the whole.
-            prompt: what was asked.
-            params: how.
-            tokenizer: makes the text of alternatives.
-        """
-        self.names = tuple(names)
-        self._prompt = prompt
-        self._params, self._tokenizer = params, tokenizer
-        self._completions = {name: _Completion() for name in names}
-        self._num_cached = 0
-        self.num_taken = 0  # outputs taken so far: tells a reader whether there is something new
-
-    def take(self, output: EngineOutput) -> None:
-        """Add what a step gave one completion."""
-        completion, step = self._completions[output.request_id], output.output
-        self.num_taken += 1
-        completion.token_ids += step.token_ids
-        completion.text.append(step.text)
-        completion.finish, completion.stop_reason = step.finish_reason, step.stop_reason
-        if output.request_id == self.names[0] and output.num_cached_tokens is not None:
-            self._num_cached = output.num_cached_tokens
-        for token, found in zip(step.token_ids, step.logprobs, strict=False):
-            completion.cumulative += found.chosen
-            completion.logprobs.append(self._report(token, found))
+    def take(self, given: EngineOutput) -> None:
+        """Add what a step gave."""
+        step, self.has_news = given.output, True
+        self.text += step.text
+        self.token_ids += step.token_ids
+        self.finish, self.stop_reason = step.finish_reason, step.stop_reason
+        for token, found in zip(step.token_ids, step.logprobs, strict=False):  # none, where none were asked for
+            self.cumulative += found.chosen
+            self.logprobs.append(self._report(token, found))
+            if self._decoder is not None:
+                self._decoder.push([token])
 
     def _report(self, token: int, found: TokenLogprobs) -> PositionLogprobs:
         top = list(zip(found.top_ids, found.top, strict=True))
         return position_logprobs(token, found.chosen, found.rank, top, self._decode)
 
     def _decode(self, token: int) -> str | None:
-        return self._tokenizer.decode([token], skip_special_tokens=False) if self._params.detokenize else None
+        return None if self._decoder is None else self._decoder.peek(token)
+
+    def output(self, *, has_logprobs: bool) -> CompletionOutput:
+        """Return what is here; lists that will grow are copied."""
+        grows = self.finish is None
+        return CompletionOutput(
+            index=self.index,
+            text=self.text,
+            token_ids=list(self.token_ids) if grows else self.token_ids,
+            cumulative_logprob=self.cumulative if has_logprobs else None,
+            logprobs=(list(self.logprobs) if grows else self.logprobs) if has_logprobs else None,
+            finish_reason=None if self.finish is None else self.finish.value,
+            stop_reason=self.stop_reason,
+        )
+
+    def hand_over(self, *, has_logprobs: bool) -> CompletionOutput:
+        """Return what came since the last call, and keep none of it."""
+        output = self.output(has_logprobs=has_logprobs)
+        self.text, self.token_ids, self.logprobs = "", [], []
+        return output
+
+
+class Collector:
+    """Gathers the outputs of one prompt's completions by the engine's request ids."""
+
+    def __init__(
+        self, name: str, request_ids: Sequence[str], prompt: EncodedPrompt, params: SamplingParams, tokenizer: Tokenizer
+    ) -> None:
+        """Start with nothing.
+
+        Args:
+            name: what the caller calls the whole.
+            request_ids: the engine's ids of its completions, in order.
+            prompt: what was asked.
+            params: how.
+            tokenizer: makes the text of alternatives.
+        """
+        self.name, self.request_ids = name, tuple(request_ids)
+        self._prompt, self._kind = prompt, params.output_kind
+        self._has_logprobs = params.logprobs is not None
+        self._completions: dict[str, _Completion] = {}
+        for index, request_id in enumerate(request_ids):
+            decoder = None
+            if self._has_logprobs and params.detokenize:
+                decoder = IncrementalDetokenizer(tokenizer, prompt.token_ids, skip_special_tokens=False)
+            self._completions[request_id] = _Completion(index, decoder)
+        self._num_open = len(self.request_ids)
+        self._num_cached = 0
+        self._has_news = False
+
+    def take(self, output: EngineOutput) -> None:
+        """Add what a step gave one completion."""
+        completion = self._completions[output.request_id]
+        completion.take(output)
+        self._has_news = True
+        self._num_open -= completion.finish is not None
+        if completion.index == 0 and output.num_cached_tokens is not None:
+            self._num_cached = output.num_cached_tokens
 
     @property
     def finished(self) -> bool:
         """Whether every completion has ended."""
-        return all(completion.finish is not None for completion in self._completions.values())
+        return self._num_open == 0
+
+    def news(self) -> RequestOutput | None:
+        """Return the next item of a stream of the kind asked for; None while there is nothing for one."""
+        if not self._has_news or (self._kind is RequestOutputKind.FINAL_ONLY and not self.finished):
+            return None
+        self._has_news = False
+        if self._kind is not RequestOutputKind.DELTA:
+            return self.output()
+        changed = [completion for completion in self._completions.values() if completion.has_news]
+        for completion in changed:
+            completion.has_news = False
+        return self._output([completion.hand_over(has_logprobs=self._has_logprobs) for completion in changed])
 
     def output(self) -> RequestOutput:
-        """Return what there is so far."""
-        wants = self._params.logprobs is not None
+        """Return what there is so far; of kind DELTA, what was not handed on yet."""
+        outputs = [one.output(has_logprobs=self._has_logprobs) for one in self._completions.values()]
+        return self._output(outputs)
+
+    def _output(self, outputs: list[CompletionOutput]) -> RequestOutput:
         return RequestOutput(
-            request_id=self.names[0],
+            request_id=self.name,
             prompt=self._prompt.text,
-            prompt_token_ids=list(self._prompt.token_ids),
-            outputs=[
-                CompletionOutput(
-                    index=index,
-                    text="".join(completion.text),
-                    token_ids=list(completion.token_ids),
-                    cumulative_logprob=completion.cumulative if wants else None,
-                    logprobs=list(completion.logprobs) if wants else None,
-                    finish_reason=None if completion.finish is None else completion.finish.value,
-                    stop_reason=completion.stop_reason,
-                )
-                for index, completion in enumerate(self._completions.values())
-            ],
+            prompt_token_ids=self._prompt.token_ids,  # one list for all items: nobody changes it
+            outputs=outputs,
             finished=self.finished,
             num_cached_tokens=self._num_cached,
         )

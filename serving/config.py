@@ -12,9 +12,18 @@ from typing import Literal
 PrefixCache = Literal["none", "align", "all"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
+Quantization = Literal["auto", "fp8"]
 Kernels = Literal["auto", "reference", "jax"]
 WarmUp = bool | Literal["auto"]
 BLOCK_GRID = 64  # the kernels' chunk: block sizes are multiples of it
+
+
+class SettingError(ValueError):
+    """A setting has a wrong type or value; the message has its name, the rule and the value."""
+
+
+class UnknownSettingError(SettingError, TypeError):
+    """A setting that there is none of; also a TypeError, as for any other Python call."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,9 +32,11 @@ class EngineConfig:
 
     Attributes:
         model: folder with config.json, weights and tokenizer.
-        tokenizer: folder with tokenizer files; empty: the model's.
+        tokenizer: folder with tokenizer files and chat template; empty: the model's. End tokens and sampling defaults
+            are the model folder's in any case.
         dtype: of weights and activations; auto: what the model's config names.
         load_format: auto and safetensors read weight files; dummy makes random weights.
+        quantization: what the weights must be stored in; auto: whatever the model's config says.
         seed: draws the seeds of requests that bring none, and dummy weights.
         kernels: which kernels run; auto: the fastest that this device runs.
         max_model_len: most tokens of one sequence; 0: the model's own limit, or less if less fits.
@@ -35,7 +46,9 @@ class EngineConfig:
         state_interval: tokens between the extra saves of `all`; a multiple of block_size.
         block_size: tokens per block, the grain of prefix hits.
         state_dtype: of recurrent states at rest; auto: what the model's config names.
-        gpu_memory_utilization: share of an accelerator's memory for weights, activations and pools.
+        gpu_memory_utilization: share, for weights, activations and pools, of the memory that JAX may use of an
+            accelerator. That is 75 % of the card, or what the variable XLA_CLIENT_MEM_FRACTION says; the command line
+            sets 95 % unless it is set. Start-up logs the share in bytes.
         pool_memory_gib: memory for the pools; 0: what gpu_memory_utilization leaves, on a CPU at most 1 GiB.
         state_memory_share: share of the pools' memory that goes to state slots; 0: chosen from the other settings.
         num_blocks: KV blocks; 0: what fits.
@@ -50,6 +63,7 @@ class EngineConfig:
     tokenizer: str = ""
     dtype: Dtype = "auto"
     load_format: LoadFormat = "auto"
+    quantization: Quantization = "auto"
     seed: int = 0
     kernels: Kernels = "auto"
     max_model_len: int = 0
@@ -73,43 +87,43 @@ class EngineConfig:
         """Check every value.
 
         Raises:
-            ValueError: a value has the wrong type or lies outside its range; the message has the rule and the remedy.
+            SettingError: a value has the wrong type or lies outside its range; the message has the rule and the remedy.
         """
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
-                raise ValueError(f"{name} must be one of {', '.join(choices)}; got {getattr(self, name)!r}")
+                raise SettingError(f"{name} must be one of {', '.join(choices)}; got {getattr(self, name)!r}")
         for name, low in _INTEGERS.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
-                raise ValueError(f"{name} must be an integer of at least {low}; got {value!r}")
+                raise SettingError(f"{name} must be an integer of at least {low}; got {value!r}")
         for name in ("deterministic", "audit"):
             if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False; got {getattr(self, name)!r}")
+                raise SettingError(f"{name} must be True or False; got {getattr(self, name)!r}")
         if not isinstance(self.warm_up, bool) and self.warm_up != "auto":
-            raise ValueError(f"warm_up must be True, False or 'auto'; got {self.warm_up!r}")
+            raise SettingError(f"warm_up must be True, False or 'auto'; got {self.warm_up!r}")
         for name in ("gpu_memory_utilization", "state_memory_share"):
             self._check_number(name, 1.0)
         self._check_number("pool_memory_gib", _MOST_GIB)
         if self.gpu_memory_utilization == 0:
-            raise ValueError("gpu_memory_utilization must be above 0; got 0")
+            raise SettingError("gpu_memory_utilization must be above 0; got 0")
         self._check_grid()
 
     def _check_number(self, name: str, most: float) -> None:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
-            raise ValueError(f"{name} must be a finite number in 0..{most}; got {value!r}")
+            raise SettingError(f"{name} must be a finite number in 0..{most}; got {value!r}")
 
     def _check_grid(self) -> None:
         if self.block_size != BLOCK_GRID:
-            raise ValueError(
+            raise SettingError(
                 f"block_size must be {BLOCK_GRID}, the kernels' chunk and the grain of hits; got {self.block_size}"
             )
         if self.state_interval % self.block_size:
-            raise ValueError(
+            raise SettingError(
                 f"state_interval must be a multiple of block_size ({self.block_size}); got {self.state_interval}"
             )
         if self.max_num_batched_tokens < self.block_size:
-            raise ValueError(
+            raise SettingError(
                 f"max_num_batched_tokens must be at least one block ({self.block_size}); "
                 f"got {self.max_num_batched_tokens}"
             )
@@ -119,8 +133,8 @@ class EngineConfig:
         """Make a config from keyword arguments, vLLM's names included; None stands for the default of any of them.
 
         Raises:
-            ValueError: a value is out of range, or a vLLM setting asks for what this engine does not do.
-            TypeError: an unknown keyword; the message names the closest known one.
+            SettingError: a value is out of range, or a vLLM setting asks for what this engine does not do.
+            UnknownSettingError: an unknown keyword; the message names the closest known one.
         """
         known = {field.name for field in fields(cls)}
         settings: dict[str, object] = {}
@@ -132,7 +146,7 @@ class EngineConfig:
             else:
                 near = get_close_matches(name, [*known, *_FROM_VLLM], 1)
                 hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(sorted(known))}"
-                raise TypeError(f"LLM() has no argument {name!r}{hint}")
+                raise UnknownSettingError(f"LLM() has no argument {name!r}{hint}")
         return cls(model=model, **settings)  # pyright: ignore[reportArgumentType] - __post_init__ checks each
 
 
@@ -140,6 +154,7 @@ _MOST_GIB = 2.0**30  # above any machine's; counts of bytes stay finite
 _CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": ("auto", "bfloat16", "float16", "float32"),
     "load_format": ("auto", "safetensors", "dummy"),
+    "quantization": ("auto", "fp8"),
     "kernels": ("auto", "reference", "jax"),
     "prefix_cache": ("none", "align", "all"),
     "state_dtype": ("auto", "bfloat16", "float16", "float32"),
@@ -161,7 +176,7 @@ def _only(name: str, remedy: str, *accepted: object) -> Callable[[object], dict[
 
     def convert(value: object) -> dict[str, object]:
         if value not in accepted:
-            raise ValueError(f"{name} must be {' or '.join(map(repr, [*accepted, None]))}; got {value!r}: {remedy}")
+            raise SettingError(f"{name} must be {' or '.join(map(repr, [*accepted, None]))}; got {value!r}: {remedy}")
         return {}
 
     return convert
@@ -176,7 +191,7 @@ def _switch(name: str, at: object, setting: dict[str, object]) -> Callable[[obje
 
     def convert(value: object) -> dict[str, object]:
         if not isinstance(value, bool):
-            raise ValueError(f"{name} must be True, False or None; got {value!r}")
+            raise SettingError(f"{name} must be True, False or None; got {value!r}")
         return setting if value is at else {}
 
     return convert
@@ -195,7 +210,6 @@ _FROM_VLLM: dict[str, Callable[[object], dict[str, object]]] = {
     "data_parallel_size": _only("data_parallel_size", "start one engine per replica", 1),
     "enable_chunked_prefill": _only("enable_chunked_prefill", "prefill is always chunked", True),
     "speculative_config": _only("speculative_config", "speculation is not there yet"),
-    "quantization": _only("quantization", "it is read from the model's config", "fp8"),
     "kv_cache_dtype": _only("kv_cache_dtype", "KV pages have the model's dtype", "auto"),
     "tokenizer_mode": _only("tokenizer_mode", "tokenizer.json is always used", "auto"),
     "trust_remote_code": _only("trust_remote_code", "no code of a checkpoint ever runs", True, False),

@@ -9,8 +9,8 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gdn_jax.serving.core.errors import InvalidParameterError, InvariantError
-from gdn_jax.serving.core.plan import RowCut, RowPlan, StepPlan, StepResult
+from gdn_jax.serving.core.errors import DeviceError, InvalidParameterError, InvariantError
+from gdn_jax.serving.core.plan import RowCut, RowPlan, RowResult, StepPlan, StepResult
 from gdn_jax.serving.core.request import FinishReason, Request, RequestId
 from gdn_jax.serving.core.scheduler import Scheduler
 from gdn_jax.serving.cut import Cutter, TokenOutput
@@ -29,7 +29,7 @@ class EngineRequest:
     """One completion of one prompt, checked by whoever made it.
 
     Attributes:
-        request_id: not in use.
+        request_id: never used before in this engine; whoever makes the request counts.
         prompt: token ids.
         params: how it samples and ends; `n` is the maker's business.
         seed: of its noise.
@@ -38,6 +38,7 @@ class EngineRequest:
         turn_borders: token counts up to which the next turn may share this prompt.
         cache_salt: shares cached prefixes only with requests of the same salt.
         leader: id of a request with the same prompt whose checkpoint it waits for.
+        name: what its client calls it, for log lines; need not be unique.
     """
 
     request_id: str
@@ -49,6 +50,7 @@ class EngineRequest:
     turn_borders: tuple[int, ...] = ()
     cache_salt: str = ""
     leader: str | None = None
+    name: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +91,9 @@ class EngineStats:
         slots: state slots in all.
         waiting: requests that hold nothing.
         running: requests that hold a lane.
+        finished_requests: those that ended by themselves, at a stop or their length.
+        aborted_requests: those that their clients left.
+        failed_requests: those that ended with an error.
     """
 
     queried_tokens: int
@@ -109,6 +114,17 @@ class EngineStats:
     slots: int
     waiting: int
     running: int
+    finished_requests: int = 0
+    aborted_requests: int = 0
+    failed_requests: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Live:
+    """What the engine keeps of a request that has not ended for its client."""
+
+    cutter: Cutter
+    name: str
 
 
 class Engine:
@@ -135,20 +151,26 @@ class Engine:
         self._scheduler, self._runner = scheduler, runner
         self._auditor = auditor
         self._tokenizer, self._end_token_ids = tokenizer, tuple(end_token_ids)
-        self._cutters: dict[RequestId, Cutter] = {}
+        self._live: dict[RequestId, _Live] = {}
         self._num_output_tokens = self._num_steps = self._num_failed_steps = 0
+        self._num_finished = self._num_aborted = self._num_failed = 0
         self._evictions_before = 0
+        self._has_state = True  # false: a step lost the device state and it could not be made again
 
     def add(self, asked: EngineRequest) -> None:
         """Queue one completion of one prompt.
 
         Raises:
             RequestError: the id is in use, or it could never run to its end here.
+            DeviceError: the device state is lost; see `step`.
         """
-        params, prompt = asked.params, asked.prompt
+        self._check_state()
+        params, prompt, request_id = asked.params, asked.prompt, RequestId(asked.request_id)
+        # Made first: what the scheduler has queued must not lack them.
         sampling = self._sampling(asked)
-        request = self._scheduler.add(
-            RequestId(asked.request_id),
+        cutter = Cutter(params, prompt, asked.max_tokens, tokenizer=self._tokenizer, end_token_ids=self._end_token_ids)
+        self._scheduler.add(
+            request_id,
             prompt,
             max_tokens=asked.max_tokens,
             seed=asked.seed,
@@ -157,10 +179,8 @@ class Engine:
             cache_salt=asked.cache_salt.encode(),
             leader=None if asked.leader is None else RequestId(asked.leader),
         )
-        self._cutters[request.request_id] = Cutter(
-            params, prompt, asked.max_tokens, tokenizer=self._tokenizer, end_token_ids=self._end_token_ids
-        )
-        self._runner.add(request.request_id, sampling)
+        self._live[request_id] = _Live(cutter=cutter, name=asked.name)
+        self._runner.add(request_id, sampling)
 
     def _sampling(self, asked: EngineRequest) -> RequestSampling:
         """Return how a request samples, in numbers that fit the device's."""
@@ -194,6 +214,7 @@ class Engine:
         """Drop a request for good; returns whether it was live. It gets no further output."""
         aborted = self._scheduler.abort(RequestId(request_id))
         if aborted:
+            self._num_aborted += 1
             self._forget(RequestId(request_id))
         return aborted
 
@@ -209,7 +230,7 @@ class Engine:
     @property
     def has_closing_rows(self) -> bool:
         """Whether a request that ended still waits for the row that saves its last state; the next step runs it."""
-        return self._scheduler.num_waiting + self._scheduler.num_running > len(self._cutters)
+        return self._scheduler.num_waiting + self._scheduler.num_running > len(self._live)
 
     def step(self) -> list[EngineOutput]:
         """Run one step; returns what each row's request got.
@@ -220,7 +241,10 @@ class Engine:
 
         Raises:
             InvariantError: a bug of ours; the engine cannot go on.
+            DeviceError: a step lost the device state and there is no memory to make it again; the engine cannot go on,
+                and no request has been told.
         """
+        self._check_state()
         plan = self._scheduler.plan()
         if plan is None:
             if self._scheduler.has_work:
@@ -245,25 +269,32 @@ class Engine:
         cuts: list[RowCut] = []
         outputs: list[EngineOutput] = []
         for row, row_result in zip(plan.rows, result.rows, strict=True):
-            cutter = self._cutters.get(row.request_id)
-            if cutter is None or not row.emits:  # a closing row, or more prompt to come
-                cuts.append(RowCut(num_kept=0))
-                continue
-            if not row_result.finite:
-                _LOG.error("request %s: its logits are not finite; it ends here", row.request_id)
-                cut, output = RowCut(num_kept=0, finish=FinishReason.ERROR), cutter.fail()
-            else:
-                cut, output = cutter.cut(row_result.tokens)
-                output.logprobs = list(row_result.logprobs[: cut.num_kept])
+            cut, output = self._cut(row, row_result)
             self._num_output_tokens += cut.num_kept
             cuts.append(cut)
-            outputs.append(self._output(row, output))
+            if output is not None:
+                outputs.append(self._output(row, output))
         ran = [self._scheduler.get(row.request_id) for row in plan.rows] if self._auditor is not None else []
         for request in self._scheduler.commit(plan, result, cuts):
-            self._forget(request.request_id)
+            self._end(request)
         if self._auditor is not None:
             self._audit(self._auditor, ran)
         return outputs
+
+    def _cut(self, row: RowPlan, result: RowResult) -> tuple[RowCut, TokenOutput | None]:
+        """Say where a row ends, and what its client gets, if anything."""
+        live = self._live.get(row.request_id)
+        if not result.finite:  # whatever the row was for, its state and pages may hold NaN: commit publishes neither
+            _LOG.error(
+                "request %s (%r): the model's numbers are not finite at tokens %d to %d; it ends here",
+                row.request_id, live.name if live is not None else "ended", row.start, row.end,
+            )  # fmt: skip
+            return RowCut(num_kept=0, finish=FinishReason.ERROR), None if live is None else live.cutter.fail()
+        if live is None or not row.emits:  # a closing row, or more prompt to come
+            return RowCut(num_kept=0), None
+        cut, output = live.cutter.cut(result.tokens)
+        output.logprobs = list(result.logprobs[: cut.num_kept])
+        return cut, output
 
     def _audit(self, auditor: Auditor, ran: Sequence[Request]) -> None:
         """Check every owner's books and every published checkpoint and block.
@@ -293,27 +324,48 @@ class Engine:
         self._num_failed_steps += 1
         outputs: list[EngineOutput] = []
         for request in self._start_afresh(plan, ends_rows=True):
-            cutter = self._cutters.get(request.request_id)
-            if cutter is not None and request.finish is FinishReason.ERROR:
+            live = self._live.get(request.request_id)
+            if live is not None and request.finish is FinishReason.ERROR:
                 outputs.append(
                     EngineOutput(
-                        request_id=request.request_id, output=cutter.fail(), num_cached_tokens=request.num_cached
+                        request_id=request.request_id, output=live.cutter.fail(), num_cached_tokens=request.num_cached
                     )
                 )
-            self._forget(request.request_id)
+            self._end(request)
         return outputs
 
     def _start_afresh(self, plan: StepPlan, *, ends_rows: bool) -> list[Request]:
-        """Give up a step and what it wrote to; returns the requests that end with it."""
+        """Give up a step and what it wrote to; returns the requests that end with it.
+
+        The device comes first: if it has no memory for new pools, the books stay as they were and nothing goes on.
+        """
+        self._has_state = False
+        try:
+            self._runner.reset()
+        except Exception as error:
+            raise DeviceError(
+                f"a step lost the device state, and it could not be made again: {error}; free memory on the device "
+                "and start another engine"
+            ) from error
+        self._has_state = True
         self._evictions_before += self._scheduler.holdings.checkpoints.num_evicted
         ended = self._scheduler.fail(plan, ends_rows=ends_rows)
-        self._runner.reset()
         if self._auditor is not None:
             self._auditor.forget()
         return ended
 
+    def _check_state(self) -> None:
+        if not self._has_state:
+            raise DeviceError("the engine has lost its device state and cannot go on; start another one")
+
+    def _end(self, request: Request) -> None:
+        """Count a request that the scheduler says has ended, and forget it."""
+        self._num_failed += request.finish is FinishReason.ERROR
+        self._num_finished += request.finish in (FinishReason.STOP, FinishReason.LENGTH)
+        self._forget(request.request_id)
+
     def _forget(self, request_id: RequestId) -> None:
-        self._cutters.pop(request_id, None)
+        self._live.pop(request_id, None)
         self._runner.forget(request_id)
 
     def stats(self) -> EngineStats:
@@ -338,4 +390,7 @@ class Engine:
             slots=holdings.checkpoints.num_usable,
             waiting=self._scheduler.num_waiting,
             running=self._scheduler.num_running,
+            finished_requests=self._num_finished,
+            aborted_requests=self._num_aborted,
+            failed_requests=self._num_failed,
         )

@@ -1,7 +1,9 @@
 """What a model is, what it needs and what fits, from its config alone."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 from gdn_jax.config import ModelConfig
 from gdn_jax.errors import ConfigError
@@ -54,9 +56,12 @@ def _read(path: Path) -> ModelConfig:
     if not path.is_file():
         return ModelConfig.from_folder(path)
     try:
-        return ModelConfig.from_dict(json.loads(path.read_text(encoding="utf-8")))
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path} must be JSON; {error}") from error
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} must be readable JSON; got {error}; download the file again") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path} must hold one JSON object; got {raw!r:.40}; download the file again")
+    return ModelConfig.from_dict(cast("dict[str, object]", raw))
 
 
 def _what_fits(config: ModelConfig, memory_gib: float, dtype: str) -> str:
@@ -71,8 +76,8 @@ def _what_fits(config: ModelConfig, memory_gib: float, dtype: str) -> str:
         window=1,
         block_size=64,
     )
-    try:
-        plan = plan_memory(config, request)
+    try:  # the engine leaves the MTP head out
+        plan = plan_memory(replace(config, num_mtp_layers=0), request)
     except StartupError as problem:
         return f"not in {memory_gib:g} GiB: {problem}"
     tokens = (plan.num_blocks - 1) * plan.block_size

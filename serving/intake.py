@@ -1,6 +1,6 @@
 """Intake: from what a caller asks to requests for the engine, and a Collector for what they bring back.
 
-Shared by every way in. It draws the seeds, names the completions of `n`, and refuses what the model cannot take; what
+Shared by every way in. It draws the seeds, numbers the completions of `n`, and refuses what the model cannot take; what
 the pools cannot take is the engine's to refuse.
 """
 
@@ -87,24 +87,31 @@ class Intake:
     ) -> tuple[Collector, list[EngineRequest]]:
         """Return a collector and one engine request per completion.
 
+        The engine's ids are numbers drawn here, so that no name of a caller's can be that of another request.
+
         Args:
             prompt: checked.
             params: checked as far as can be without the model.
             options: the rest.
-            request_id: a name of the caller's choice; None: the next number.
+            request_id: what the caller calls it, in outputs and log lines; None: its number.
 
         Raises:
-            RequestError: the prompt leaves no room, or a token id lies outside the vocabulary.
+            RequestError: the prompt leaves no room, or a token id lies outside the vocabulary, or the name is no text.
         """
+        if request_id is not None and not isinstance(request_id, str):
+            raise InvalidParameterError(
+                f"request_id must be a str or None; got {type(request_id).__name__}; leave it out for a number",
+                parameter="request_id",
+            )
         self._check_stop_ids(params)
         max_tokens = self._max_tokens(params, len(prompt.token_ids))
-        if request_id is None:
-            request_id, self._num_requests = str(self._num_requests), self._num_requests + 1
-        names = [request_id if index == 0 else f"{request_id}-{index}" for index in range(params.n)]
+        number, self._num_requests = str(self._num_requests), self._num_requests + 1
+        name = number if request_id is None else request_id
+        ids = [number if index == 0 else f"{number}.{index}" for index in range(params.n)]
         seed = self._draw_seed(params)
         requests = [
             EngineRequest(
-                request_id=name,
+                request_id=own_id,
                 prompt=prompt.token_ids,
                 params=params,
                 seed=sibling_seed(seed, index),
@@ -112,11 +119,12 @@ class Intake:
                 priority=options.priority,
                 turn_borders=prompt.turn_borders,
                 cache_salt=options.cache_salt,
-                leader=request_id if index else None,
+                leader=number if index else None,
+                name=name,
             )
-            for index, name in enumerate(names)
+            for index, own_id in enumerate(ids)
         ]
-        return Collector(names, prompt, params, self._tokenizer), requests
+        return Collector(name, ids, prompt, params, self._tokenizer), requests
 
     def _check_stop_ids(self, params: SamplingParams) -> None:
         for token_id in params.stop_token_ids or ():

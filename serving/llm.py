@@ -1,6 +1,14 @@
-"""LLM: the Python API, shaped so that a vLLM script ports by changing its import."""
+"""LLM: the Python API, shaped so that a vLLM script ports by changing its import.
 
-from collections.abc import Iterator, Mapping, Sequence
+Whoever waits for an answer runs the engine's steps, for everybody: one lock makes each step, and each change to what is
+queued, one thread's. Streams that are dropped may be collected anywhere, in the middle of a step too, so their requests
+are only noted there, and aborted before the next step.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import cast
 
 from tqdm import tqdm
@@ -12,19 +20,14 @@ from gdn_jax.serving.engine import EngineStats
 from gdn_jax.serving.intake import Intake, Options, one_per_prompt
 from gdn_jax.serving.interrupts import held_interrupts
 from gdn_jax.serving.outputs import RequestOutput
-from gdn_jax.serving.prompts import EncodedPrompt, Prompt, as_prompts
-from gdn_jax.serving.sampling_params import SamplingParams
+from gdn_jax.serving.prompts import EncodedPrompt, Message, Prompt, as_conversations, as_prompts
+from gdn_jax.serving.sampling_params import RequestOutputKind, SamplingParams
 from gdn_jax.serving.startup import build_engine
 from gdn_jax.serving.text.tokenizer import Tokenizer
 
-Message = Mapping[str, object]
-
 
 class LLM:
-    """A model with its engine in this process.
-
-    Not safe for use by several threads at once.
-    """
+    """A model with its engine in this process; several threads may call it."""
 
     def __init__(self, model: str, **settings: object) -> None:
         """Load a model and get ready to run; every choice made is logged.
@@ -46,7 +49,8 @@ class LLM:
         self.model_config, self.memory = parts.model_config, parts.memory
         self.max_model_len = parts.memory.max_model_len
         self._live: dict[str, Collector] = {}  # by the id of each completion that is not finished
-        self._stepping = False
+        self._left: deque[str] = deque()  # ids of dropped streams, to be aborted
+        self._lock = threading.Lock()  # of the engine, the intake and the books here
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return what `generation_config.json` recommends; used where a call brings no parameters."""
@@ -102,18 +106,16 @@ class LLM:
         Raises:
             RequestError: as for `generate`; also messages, tools or options that the template cannot take.
         """
-        listed = list(messages)
-        several = bool(listed) and not isinstance(listed[0], Mapping)
-        conversations = cast("list[object]", listed if several else [listed])
-        encoded = [self._intake.reader.render(conversation, **template) for conversation in conversations]
+        encoded = [self._intake.reader.render(one, **template) for one in as_conversations(messages)]
         return self._run(encoded, sampling_params, None, cache_salt, use_tqdm=use_tqdm)
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, cache_salt: str = ""
     ) -> Iterator[RequestOutput]:
-        """Complete one prompt, yielding after every step that brought something; each output holds all there is so far.
+        """Complete one prompt, yielding after every step that brought something.
 
-        The request starts with the call, not with the first item. Leaving the iteration early aborts it.
+        Each item holds all there is so far, or what `SamplingParams.output_kind` says. The request starts with the
+        call, not with the first item. Leaving the iteration early aborts it.
         """
         return self._start(self._intake.reader.read(prompt), sampling_params, cache_salt)
 
@@ -126,15 +128,18 @@ class LLM:
         **template: object,
     ) -> Iterator[RequestOutput]:
         """Answer one conversation as `stream` completes a prompt; `template` as for `chat`."""
-        return self._start(self._intake.reader.render(list(messages), **template), sampling_params, cache_salt)
+        return self._start(self._intake.reader.render(messages, **template), sampling_params, cache_salt)
 
     def stats(self) -> EngineStats:
         """Return counts since start and gauges now."""
-        return self._engine.stats()
+        with self._lock:
+            self._abort_left()
+            return self._engine.stats()
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix."""
-        self._engine.reset_prefix_cache()
+        with self._lock:
+            self._engine.reset_prefix_cache()
 
     def _run(
         self,
@@ -145,38 +150,51 @@ class LLM:
         *,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
-        listed = self._params_for(len(prompts), sampling_params)
+        listed = [_whole(one) for one in self._params_for(len(prompts), sampling_params)]
         priorities = [0] * len(prompts) if priority is None else one_per_prompt("priority", priority, len(prompts))
         options = [Options(priority=one, cache_salt=cache_salt) for one in priorities]
         collectors = self._submit(prompts, listed, options)
+        mine = set(collectors)
         with tqdm(total=len(collectors), desc="prompts", disable=not use_tqdm, leave=False) as bar:
             try:
-                while (num_finished := sum(collector.finished for collector in collectors)) < len(collectors):
-                    bar.update(num_finished - bar.n)
-                    self._step()
+                # One look at one prompt per step, however many there are.
+                for collector in collectors:
+                    while not collector.finished:
+                        if ended := mine.intersection(self._step(collector)):
+                            bar.update(len(ended))
                 self._close()
             finally:
                 self._abort(collectors)
         return [collector.output() for collector in collectors]
 
-    def _step(self) -> None:
-        """Run one step and hand out what it brought, also to streams that are not being read just now."""
-        if not self._engine.has_work:  # whoever waits here would wait for ever
-            raise InvariantError(f"the engine has lost the requests {sorted(self._live)}")
-        self._stepping = True
-        try:
-            with held_interrupts():
-                outputs = self._engine.step()
-                for output in outputs:
-                    self._live[output.request_id].take(output)
-                    if output.output.finish_reason is not None:
-                        del self._live[output.request_id]
-        finally:
-            self._stepping = False
+    def _step(self, waiting: Collector | None = None) -> list[Collector]:
+        """Run one step and hand out what it brought, also to those who are not waiting just now.
+
+        Args:
+            waiting: whom the step is for; if another thread's step has ended it, none is run.
+
+        Returns:
+            The collectors that ended with it.
+        """
+        ended: list[Collector] = []
+        with self._lock, held_interrupts():
+            self._abort_left()
+            if waiting is not None and waiting.finished:
+                return []
+            if waiting is not None and not self._engine.has_work:  # it would wait for ever
+                raise InvariantError(f"the engine has lost the requests {sorted(self._live)}")
+            for output in self._engine.step():
+                collector = self._live[output.request_id]
+                collector.take(output)
+                if output.output.finish_reason is not None:
+                    del self._live[output.request_id]
+                    ended += [collector] if collector.finished else []
+            self._abort_left()
+        return ended
 
     def _close(self) -> None:
         """Run the closing rows of requests that ended, whose checkpoints the next turn will want."""
-        while self._engine.has_closing_rows and not self._stepping:  # a dropped stream may be collected inside a step
+        while self._engine.has_closing_rows:
             self._step()
 
     def _params_for(
@@ -199,10 +217,11 @@ class LLM:
         self, prompts: Sequence[EncodedPrompt], params: Sequence[SamplingParams], options: Sequence[Options]
     ) -> list[Collector]:
         """Queue all prompts, or none of them."""
-        taken = [self._intake.take(*asked) for asked in zip(prompts, params, options, strict=True)]
-        collectors = [collector for collector, _ in taken]
+        collectors: list[Collector] = []
         try:
-            with held_interrupts():
+            with self._lock, held_interrupts():
+                taken = [self._intake.take(*asked) for asked in zip(prompts, params, options, strict=True)]
+                collectors = [collector for collector, _ in taken]
                 for collector, requests in taken:
                     for request in requests:
                         self._engine.add(request)
@@ -222,26 +241,40 @@ class LLM:
     def _stream(self, collector: Collector) -> Iterator[RequestOutput]:
         try:
             yield collector.output()  # for `_start`
-            num_seen = 0
             while True:
-                if collector.num_taken > num_seen:
-                    num_seen = collector.num_taken
-                    yield collector.output()
+                if (output := collector.news()) is not None:
+                    yield output
                 elif collector.finished:
                     break
                 else:
-                    self._step()
+                    self._step(collector)
             self._close()
-        except GeneratorExit:  # the reader left
-            self._abort([collector])
-            self._close()
-            raise
         finally:
-            self._abort([collector])
+            if not collector.finished:  # the reader left, perhaps in the middle of a step
+                self._left.extend(collector.request_ids)
+                with held_interrupts():  # one between the two next lines would leave the lock taken
+                    if self._lock.acquire(blocking=False):
+                        try:
+                            self._abort_left()
+                        finally:
+                            self._lock.release()
 
     def _abort(self, collectors: Sequence[Collector]) -> None:
         """Drop what is left of these, if anything is."""
-        with held_interrupts():
-            for name in (name for collector in collectors for name in collector.names):
-                if self._live.pop(name, None) is not None:
-                    self._engine.abort(name)
+        with self._lock, held_interrupts():
+            self._left.extend(own_id for collector in collectors for own_id in collector.request_ids)
+            self._abort_left()
+
+    def _abort_left(self) -> None:
+        """Abort what was noted to be left; whoever calls this has the lock."""
+        while self._left:
+            own_id = self._left.popleft()
+            if self._live.pop(own_id, None) is not None:
+                self._engine.abort(own_id)
+
+
+def _whole(params: SamplingParams) -> SamplingParams:
+    """Return parameters whose collector keeps everything to the end."""
+    if params.output_kind is not RequestOutputKind.DELTA:
+        return params
+    return replace(params, output_kind=RequestOutputKind.FINAL_ONLY)

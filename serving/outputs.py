@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishName = Literal["stop", "length", "abort", "error"]  # as clients read it; the core has an enum
 _SHOWN_IDS = 8
 _SHOWN_CHARACTERS = 80
 
@@ -20,7 +20,8 @@ class Logprob:
     Attributes:
         logprob: natural logarithm of the probability that the model gave it, before temperature and filters.
         rank: 1 for the likeliest token; equal logits are ranked by token id, so that ranks are distinct.
-        decoded_token: its text after the tokens before it; None if text was not asked for.
+        decoded_token: its own text; of a token that holds part of a character, the characters it completes after the
+            tokens before it. None if text was not asked for.
     """
 
     logprob: float
@@ -58,11 +59,13 @@ def position_logprobs(
 class CompletionOutput:
     """One completion of a prompt.
 
+    In a stream of kind DELTA, text, tokens and reports are those since the item before; the rest is as of now.
+
     Attributes:
         index: its number among the `n` of the request.
         text: the text so far, cut at a stop string; empty if `detokenize` was False.
         token_ids: the tokens so far, with the one that ended the completion.
-        cumulative_logprob: sum of the chosen tokens' log probabilities; None unless `logprobs` was asked for.
+        cumulative_logprob: sum of the log probabilities of all tokens so far; None unless `logprobs` was asked for.
         logprobs: one report per token of `token_ids`; None unless asked for.
         finish_reason: "stop" at an end token, stop token or stop string, "length" at max_tokens or the end of the
             context, "abort" if cancelled, "error" if a step failed under it; None while it runs.
@@ -74,7 +77,7 @@ class CompletionOutput:
     token_ids: list[int]
     cumulative_logprob: float | None = None
     logprobs: list[PositionLogprobs] | None = None
-    finish_reason: FinishReason | None = None
+    finish_reason: FinishName | None = None
     stop_reason: int | str | None = None
 
     def finished(self) -> bool:
@@ -96,11 +99,11 @@ class RequestOutput:
     """What one prompt came to.
 
     Attributes:
-        request_id: the request's name; unique within an engine.
+        request_id: the request's name: its caller's, or a number.
         prompt: the prompt's text; None if token ids were given.
         prompt_token_ids: the prompt's tokens.
         prompt_logprobs: one report per prompt token, None for the first; None unless asked for.
-        outputs: the completions in the order of their index.
+        outputs: the completions in the order of their index; in a stream of kind DELTA those to which something came.
         finished: whether all of them are.
         num_cached_tokens: prompt tokens that came from the prefix cache.
         metrics: times in seconds by name; None if not measured.

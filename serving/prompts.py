@@ -1,6 +1,6 @@
 """From what a caller hands over to checked token ids: text, ids, dicts of either, conversations."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import index
 from typing import SupportsIndex, cast
@@ -10,6 +10,7 @@ from gdn_jax.serving.text.chat_template import ChatTemplate
 from gdn_jax.serving.text.tokenizer import Tokenizer
 from gdn_jax.serving.text.turn_borders import turn_borders
 
+Message = Mapping[str, object]
 Prompt = str | Sequence[int] | Mapping[str, object]
 _TEMPLATE_OPTIONS = ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 
@@ -45,6 +46,30 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     listed = list(cast("Sequence[Prompt]", prompts))
     if listed and not (hasattr(listed[0], "__len__") and _is_series(listed[0])):
         return [cast("list[int]", listed)]  # of numbers, or of something `read` will refuse by name
+    return listed
+
+
+def as_conversations(messages: object) -> list[object]:
+    """Return a list of conversations: a sequence that opens with a message is one.
+
+    Raises:
+        InvalidPromptError: neither a conversation nor a list of conversations; each is checked when it is rendered.
+    """
+    listed = _as_messages(messages)
+    return [listed] if isinstance(listed[0], Mapping) else listed
+
+
+def _as_messages(messages: object) -> list[object]:
+    """Return a non-empty list of whatever a caller gave as messages."""
+    if isinstance(messages, str | Mapping) or not _is_series(messages):
+        raise InvalidPromptError(
+            "messages must be a list of messages, each a dict with 'role' and 'content'; got "
+            f"{type(messages).__name__}",
+            parameter="messages",
+        )
+    listed = list(cast("Iterable[object]", messages))
+    if not listed:
+        raise InvalidPromptError("messages must hold at least one message; got none", parameter="messages")
     return listed
 
 
@@ -94,8 +119,10 @@ class PromptReader:
             options: `tools`, `add_generation_prompt`, `continue_final_message`, `chat_template_kwargs`.
 
         Raises:
+            InvalidPromptError: no messages, or no list of them.
             RequestError: messages, tools or options that the template cannot take.
         """
+        messages = _as_messages(messages)
         for name in options:
             if name not in _TEMPLATE_OPTIONS:
                 raise UnsupportedParameterError(

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from enum import Enum
 from functools import wraps
 from inspect import signature
 from numbers import Integral, Real
@@ -19,6 +20,14 @@ from gdn_jax.serving.core.errors import InvalidParameterError, RequestError, Uns
 GREEDY_BELOW = 1e-5  # a lower temperature would overflow float32 logits, and picks the largest logit anyway
 MAX_COMPLETIONS = 128
 MAX_LOGPROBS = 20
+
+
+class RequestOutputKind(Enum):
+    """What each item of a stream holds; the whole answer comes of `LLM.generate` and `LLM.chat` whatever it is."""
+
+    CUMULATIVE = 0  # all there is so far
+    DELTA = 1  # what came since the item before; only completions to which something came
+    FINAL_ONLY = 2  # one item, at the end
 
 
 class UnknownParameterError(RequestError, TypeError):
@@ -107,6 +116,9 @@ _RULES = {
     "logit_bias": _or_none(_Rule(lambda value: isinstance(value, dict), "a dict from token id to number", _LEFT_OUT)),
     "bad_words": _or_none(_Rule(lambda value: _is_list_of(value, _is_filled_str), "a list of str", _LEFT_OUT)),
     "include_stop_str_in_output": _FLAG,
+    "output_kind": _Rule(
+        lambda value: isinstance(value, RequestOutputKind), "a RequestOutputKind", "use RequestOutputKind.CUMULATIVE"
+    ),
 }
 # Checked like the others, then refused unless they ask for nothing: the step function does not apply them.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -174,6 +186,7 @@ class SamplingParams:
         logit_bias: not applied yet; only None or empty.
         bad_words: not applied yet; only None or empty.
         include_stop_str_in_output: keep the stop string at the end of the text.
+        output_kind: what each item of a stream holds.
 
     Raises:
         InvalidParameterError: a value of the wrong type or out of range; the message names it, the rule and a remedy.
@@ -203,6 +216,7 @@ class SamplingParams:
     logit_bias: dict[int, float] | None = None
     bad_words: list[str] | tuple[str, ...] | None = None
     include_stop_str_in_output: bool = False
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     # The class checks its own values; a run-time type checker would answer first, with another error.
     __no_type_check__ = True

@@ -1,7 +1,7 @@
 """From an EngineConfig to a running engine: the order in which things are read, planned, said, loaded and compiled.
 
 Files are checked before memory is planned, memory before weights load, weights before anything is compiled: a start
-that fails says why as early as it can and leaves nothing behind.
+that fails says why as early as it can and leaves nothing behind, no setting of JAX either. Each file is read once.
 """
 
 import dataclasses
@@ -13,21 +13,30 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from tqdm import tqdm
 
 from gdn_jax.config import ModelConfig
-from gdn_jax.kernels.dispatch import KernelChoice, choose_kernels
-from gdn_jax.model import LanguageModel, load_model, resolve_dtype
+from gdn_jax.kernels.dispatch import Implementation, KernelChoice, choose_kernels
+from gdn_jax.model import LanguageModel, abstract_model, resolve_dtype
 from gdn_jax.serving.config import EngineConfig
+from gdn_jax.serving.core.errors import StartupError
+from gdn_jax.serving.core.limits import Limits
 from gdn_jax.serving.core.placement import CacheMode, Placement
-from gdn_jax.serving.core.scheduler import Limits, Scheduler
+from gdn_jax.serving.core.scheduler import Scheduler
 from gdn_jax.serving.engine import Engine
 from gdn_jax.serving.runner.buckets import make_buckets
-from gdn_jax.serving.runner.memory import MemoryPlan, MemoryRequest, available_host_bytes, plan_memory
+from gdn_jax.serving.runner.memory import (
+    MemoryPlan,
+    MemoryRequest,
+    available_host_bytes,
+    describe_bytes,
+    plan_memory,
+)
 from gdn_jax.serving.runner.runner import PoolSizes, Runner
 from gdn_jax.serving.text.chat_template import ChatTemplate
 from gdn_jax.serving.text.tokenizer import GenerationDefaults, Tokenizer
-from gdn_jax.weights import has_mtp
+from gdn_jax.weights import dummy_weights, load_weights
 
 _LOG = logging.getLogger(__name__)
 _GIB = 1 << 30
@@ -60,28 +69,39 @@ def build_engine(config: EngineConfig, *, show_progress: bool = True) -> EngineP
         WeightsError: weight files are damaged or not the model's.
         UnsupportedKernelError: `kernels` names an implementation that cannot run here.
     """
-    _keep_compiled(config.compile_cache)
-    folder = Path(config.model)
-    model_config = ModelConfig.from_folder(folder)
-    if config.load_format != "dummy" and model_config.num_mtp_layers and not has_mtp(folder):
-        model_config = dataclasses.replace(model_config, num_mtp_layers=0)
+    published = ModelConfig.from_folder(config.model)
+    _check_quantization(config, published)
+    # Nothing drafts yet: the MTP head's weights would lie there unused, and so would its pages in every block.
+    model_config = dataclasses.replace(published, num_mtp_layers=0)
     text_folder = Path(config.tokenizer or config.model)
-    tokenizer = Tokenizer(text_folder, model_config.vocab_size, config_eos=model_config.eos_token_ids)
+    tokenizer = Tokenizer(
+        text_folder, model_config.vocab_size, config_eos=model_config.eos_token_ids, model_folder=config.model
+    )
     chat_template = ChatTemplate.from_folder(text_folder)
-    dtype = str(resolve_dtype(config.dtype, model_config))
+    device = jax.devices()[0]
     kernels = choose_kernels(config.kernels, jax.default_backend())
-    memory = plan_memory(model_config, _memory_request(config, model_config, dtype))
-    _say(config, model_config, dtype, kernels, memory)
-    model = _load(config, show_progress=show_progress)
+    dtype = str(resolve_dtype(config.dtype, model_config))
+    memory = plan_memory(model_config, memory_request(config, model_config, device))
+    _say(config, published, kernels, memory, tokenizer.generation_defaults)
+    _keep_compiled(config.compile_cache)
+    model = _load(config, model_config, dtype, kernels.implementation, show_progress=show_progress)
     engine = _compose(config, model, memory, tokenizer, show_progress=show_progress)
     return EngineParts(
         engine=engine,
         model_config=model_config,
         tokenizer=tokenizer,
         chat_template=chat_template,
-        defaults=GenerationDefaults.from_folder(text_folder),
+        defaults=tokenizer.generation_defaults,
         memory=memory,
     )
+
+
+def _check_quantization(config: EngineConfig, model: ModelConfig) -> None:
+    if config.quantization == "fp8" and model.quantization is None:
+        raise StartupError(
+            f"quantization must be what the model's weights are stored in; got 'fp8', and {config.model} is not "
+            "quantized; leave quantization out, or use the FP8 release"
+        )
 
 
 def _keep_compiled(folder: str) -> None:
@@ -91,19 +111,39 @@ def _keep_compiled(folder: str) -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
-def _memory_request(config: EngineConfig, model: ModelConfig, dtype: str) -> MemoryRequest:
-    device = jax.devices()[0]
+def memory_request(
+    config: EngineConfig,
+    model: ModelConfig,
+    device: jax.Device,  # pyright: ignore[reportInvalidTypeForm] - jax binds the name at run time
+) -> MemoryRequest:
+    """Return what a config asks of a device's memory; logs what the share is of.
+
+    Raises:
+        StartupError: the device does not say how much memory there is, and the config neither.
+    """
     total = 0
     pool = int(config.pool_memory_gib * _GIB)
     if device.platform == "cpu":
         pool = pool or min(_CPU_POOL_BYTES, available_host_bytes() // 2)
     else:
         limit = (device.memory_stats() or {}).get("bytes_limit", 0)
+        if not limit and not pool:
+            raise StartupError(
+                f"{device.device_kind} does not say how much memory JAX may use of it; set pool_memory_gib"
+            )
         total = int(limit * config.gpu_memory_utilization)
+        if limit:
+            _LOG.info(
+                "memory: %s to use, gpu_memory_utilization (%g) of the %s that JAX may use of the device; the variable "
+                "XLA_CLIENT_MEM_FRACTION sets that",
+                describe_bytes(total),
+                config.gpu_memory_utilization,
+                describe_bytes(limit),
+            )
     return MemoryRequest(
         total_bytes=total,
         pool_bytes=pool,
-        dtype=dtype,
+        dtype=str(resolve_dtype(config.dtype, model)),
         state_dtype=_state_dtype(config, model),
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
@@ -120,10 +160,19 @@ def _state_dtype(config: EngineConfig, model: ModelConfig) -> str:
     return model.state_dtype if config.state_dtype == "auto" else config.state_dtype
 
 
-def _say(config: EngineConfig, model: ModelConfig, dtype: str, kernels: KernelChoice, memory: MemoryPlan) -> None:
+def _say(
+    config: EngineConfig, model: ModelConfig, kernels: KernelChoice, memory: MemoryPlan, defaults: GenerationDefaults
+) -> None:
     """Log what was chosen and why, before anything long begins."""
-    device = jax.devices()[0]
-    _LOG.info("model: %s, %s, %d layers, on %s", model.model_type, dtype, model.num_layers, device.device_kind)
+    kind, dtype = jax.devices()[0].device_kind, resolve_dtype(config.dtype, model)
+    _LOG.info("model: %s, %s, %d layers, on %s", model.model_type, dtype, model.num_layers, kind)
+    if model.num_mtp_layers:
+        _LOG.info("model: its multi-token-prediction head is left out, as nothing drafts yet")
+    if defaults.not_applied:
+        _LOG.warning(
+            "generation_config.json asks for %s, which is not applied: answers may differ from the model's usual ones",
+            ", ".join(defaults.not_applied),
+        )
     _LOG.info("kernels: %s (%s)", kernels.implementation, kernels.reason)
     mode = f"{config.prefix_cache}, states every {config.state_interval} tokens"
     _LOG.info("prefix cache: %s", mode if config.prefix_cache == "all" else config.prefix_cache)
@@ -131,16 +180,14 @@ def _say(config: EngineConfig, model: ModelConfig, dtype: str, kernels: KernelCh
         _LOG.info("memory: %s", line)
 
 
-def _load(config: EngineConfig, *, show_progress: bool) -> LanguageModel:
+def _load(
+    config: EngineConfig, model_config: ModelConfig, dtype: str, implementation: Implementation, *, show_progress: bool
+) -> LanguageModel:
+    model = abstract_model(model_config, dtype=jnp.dtype(dtype), implementation=implementation)
+    if config.load_format == "dummy":
+        return dummy_weights(model, config.seed)
     with tqdm(desc="loading weights", unit="B", unit_scale=True, disable=not show_progress, leave=False) as bar:
-        return load_model(
-            config.model,
-            dtype=config.dtype,
-            load_format=config.load_format,
-            kernels=config.kernels,
-            seed=config.seed,
-            progress=_advance(bar),
-        )
+        return load_weights(model, model_config, config.model, progress=_advance(bar))
 
 
 def _advance(bar: "tqdm[Any]") -> Callable[[int, int], None]:

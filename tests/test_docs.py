@@ -22,6 +22,23 @@ def test_every_link_and_every_named_file_exists(path: Path) -> None:
     assert [str(target) for target in (*links, *names) if not target.exists()] == []
 
 
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_every_test_that_a_document_names_exists(path: Path) -> None:
+    """Files by name or by path, and functions, of which the name's beginning may be given as `test_a_name...`."""
+    files = {found.name for found in (ROOT / "tests").rglob("*.py")}
+    functions = {
+        name
+        for found in (ROOT / "tests").rglob("test_*.py")
+        for name in re.findall(r"def (test_\w+)", found.read_text())
+    }
+    named = re.findall(r"`(?:tests/[\w/]*)?(\w+\.py)(?:::\w+)?`", path.read_text())
+    missing = {name for name in named if name.startswith("test_") or name == "faults.py"} - files
+    for name, cut in re.findall(r"\b(test_\w+)(?!\w*\.py)\b(\.\.\.)?", path.read_text()):
+        if not any(function == name or (cut and function.startswith(name)) for function in functions):
+            missing.add(name)
+    assert missing == set()
+
+
 def test_every_make_target_that_a_document_names_exists() -> None:
     named = {target for path in DOCUMENTS for target in re.findall(r"`?make ((?:[a-z]+-)?[a-z]+)`", path.read_text())}
     known = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))

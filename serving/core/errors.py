@@ -1,4 +1,4 @@
-"""The error tree of serving. `http/errors.py` is the only map from here to status codes.
+"""The error tree of serving. What a server answers with is decided there; here stands whose fault an error is.
 
 EngineError
 ├── RequestError (ValueError)       the caller's fault: this request is refused, nothing else is touched
@@ -6,12 +6,18 @@ EngineError
 │   ├── InvalidParameterError           a value of the wrong type or out of its range
 │   ├── InvalidPromptError              an empty prompt, or text or token ids that cannot be encoded or embedded
 │   ├── PromptTooLongError              prompt and wanted tokens exceed what one request may hold
+│   ├── UnknownParameterError (TypeError)   a keyword that no parameter has; in `sampling_params.py`
 │   └── UnsupportedParameterError       a known setting or content kind that this engine does not offer
+├── DeviceError                     a step lost the device state and it cannot be made again: the engine stops
 ├── StartupError (ValueError)       a config, file or combination of settings with which the engine cannot start
-└── DeviceError                     a step failed on the device: the requests in it fail, the engine goes on
+└── EngineStoppedError              the engine was shut down, or stopped by a fault; in `async_engine.py`
+SettingError (ValueError)           a setting of the wrong type or value; in `config.py`, which knows nothing of ours
+└── UnknownSettingError (TypeError)     a setting that there is none of
 InvariantError (AssertionError)     our bug: the books contradict themselves, the engine stops
 
-A message states the rule, the value received and the remedy. `UnsupportedKernelError` lives in `kernels/dispatch.py`.
+A step that fails on the device raises nothing else: its requests end with finish reason "error". A message states the
+rule, the value received and the remedy. `UnsupportedKernelError` lives in `kernels/dispatch.py`, which knows nothing of
+ours.
 """
 
 
@@ -56,7 +62,7 @@ class StartupError(EngineError, ValueError):
 
 
 class DeviceError(EngineError):
-    """A step failed on the device; its requests fail, the others are requeued."""
+    """A step lost the device state, and there is no memory to make it again. No request has been told."""
 
 
 class InvariantError(AssertionError):

@@ -86,9 +86,11 @@ class Holdings:
 
         When no slot but the hit's own can be had and nobody else pins it, the request takes that checkpoint over.
         """
+        if not self._lanes:  # before anything is looked up: as long as all lanes are taken, this is asked at every step
+            return False
         hit = self.lookup(request)
         needed = self.blocks_for(request.num_known) - len(hit.blocks)
-        if not self._lanes or self.blocks.num_idle - self.blocks.count_idle(hit.blocks) < needed:
+        if self.blocks.num_idle - self.blocks.count_idle(hit.blocks) < needed:
             return False
         keep = hit.slot if hit.length else None
         take_over = keep is not None and not self.checkpoints.can_take(keep)

@@ -3,8 +3,8 @@
 A plan is complete: with the parameters and the device state it determines the step. It takes resources but publishes
 nothing; `Scheduler.commit` does that, after the step that wrote the data.
 
-What exists once per row and step is a named tuple: a frozen dataclass of that many fields takes four times as long to
-make. Give its fields by name.
+What exists once per row and step is a named tuple, made by keyword: a frozen dataclass takes up to four times as long
+to make (docs/decisions/0003-rows-are-named-tuples.md).
 """
 
 from dataclasses import dataclass
@@ -91,7 +91,7 @@ class RowResult(NamedTuple):
     tokens: tuple[int, ...]  # emitted: accepted drafts and one more; empty if the row does not emit
     saved: tuple[int, ...]  # boundaries whose states were stored
     num_drafts: int = 0  # drafts made for the next step
-    finite: bool = True  # false: the logits hold NaN or infinities, so the tokens mean nothing
+    finite: bool = True  # false: the logits after the span hold NaN or infinities; nothing the row wrote may be kept
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, when some row of the step asked for them
 
 

@@ -46,6 +46,21 @@ class IncrementalDetokenizer:
         """End the text; return U+FFFD for a character left unfinished, else nothing."""
         return self._decoder.decode(b"", final=True)
 
+    def peek(self, token_id: int) -> str:
+        """Return the text of a token if it came next, and change nothing.
+
+        A token of whole characters has its own text. One that holds part of a character has the characters that it
+        completes after the tokens before it: none, if it only begins one.
+        """
+        own = self._bytes(token_id)
+        try:
+            return own.decode()
+        except UnicodeDecodeError:
+            state = self._decoder.getstate()
+            text = self._decoder.decode(own)
+            self._decoder.setstate(state)
+            return text
+
     def _bytes(self, token_id: int) -> bytes:
         if self._skip_special_tokens and self._tokenizer.is_special(token_id):
             return b""

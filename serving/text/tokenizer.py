@@ -35,6 +35,33 @@ def _byte_of_character() -> dict[str, int]:
 _BYTE_OF_CHARACTER = _byte_of_character()
 
 
+# Keys of generation_config.json that change sampling and are not applied, each with the value at which it does nothing.
+_NOT_APPLIED: dict[str, object] = {
+    "repetition_penalty": 1,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "encoder_repetition_penalty": 1,
+    "no_repeat_ngram_size": 0,
+    "typical_p": 1,
+    "epsilon_cutoff": 0,
+    "eta_cutoff": 0,
+    "top_h": None,
+    "num_beams": 1,
+    "penalty_alpha": 0,
+    "guidance_scale": 1,
+    "bad_words_ids": None,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "sequence_bias": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "exponential_decay_length_penalty": None,
+    "min_new_tokens": 0,
+    "max_new_tokens": None,
+    "stop_strings": None,
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class GenerationDefaults:
     """What `generation_config.json` says of sampling and ending; a key it leaves out has its neutral value.
@@ -48,6 +75,7 @@ class GenerationDefaults:
         presence_penalty: 0 is none.
         frequency_penalty: 0 is none.
         eos_token_ids: end tokens in the file's order; empty when it names none.
+        not_applied: "name=value" of what else the file asks of sampling: nothing here applies it.
     """
 
     temperature: float = 1.0
@@ -58,6 +86,7 @@ class GenerationDefaults:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     eos_token_ids: tuple[int, ...] = ()
+    not_applied: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         rules = {
@@ -100,6 +129,11 @@ class GenerationDefaults:
             **numbers,
             top_k=max(top_k or 0, 0),  # -1 is the other common spelling of "off"
             eos_token_ids=_token_ids(value for value in eos_values if value is not None),
+            not_applied=tuple(
+                f"{name}={raw[name]!r:.40}"
+                for name, neutral in _NOT_APPLIED.items()
+                if raw.get(name) not in (None, neutral)
+            ),
         )
 
 
@@ -114,13 +148,21 @@ class Tokenizer:
         special_tokens: the texts of the special tokens.
     """
 
-    def __init__(self, folder: Path | str, vocab_size: int, *, config_eos: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path | str,
+        vocab_size: int,
+        *,
+        config_eos: Sequence[int] = (),
+        model_folder: Path | str | None = None,
+    ) -> None:
         """Load `tokenizer.json` and `generation_config.json`.
 
         Args:
-            folder: the model folder.
+            folder: holds tokenizer.json.
             vocab_size: number of ids the model has, padding included.
             config_eos: the end tokens that config.json names.
+            model_folder: what ends a text of the model and how it likes to be sampled is read here; None: in `folder`.
 
         Raises:
             StartupError: a file is missing or unreadable, the tokenizer has more ids than the model or is not
@@ -138,11 +180,14 @@ class Tokenizer:
                 f"the tokenizer must fit the model's vocabulary of {vocab_size}; its largest id is "
                 f"{self.num_tokens - 1}. Use the tokenizer.json that was published with these weights"
             )
-        self.generation_defaults = GenerationDefaults.from_folder(folder)
-        self.end_token_ids = self._end_token_ids(folder, config_eos)
+        model_folder = folder if model_folder is None else Path(model_folder)
+        self.generation_defaults = GenerationDefaults.from_folder(model_folder)
+        self.end_token_ids = self._end_token_ids(model_folder, config_eos)
 
     def _end_token_ids(self, folder: Path, config_eos: Sequence[int]) -> tuple[int, ...]:
         """Return the end tokens: generation_config.json's own, else config.json's, and what others add safely.
+
+        All are files of the model: a tokenizer from elsewhere must not end its texts at other tokens.
 
         A chat model's config.json often names only the end of a document, so it must not replace the first source. The
         sources after the first (config.json, `eos_token` of tokenizer_config.json) count only where they name a special

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 
 from oracles.tell_tale import TellTaleError, TellTaleRunner, next_token
 
+from gdn_jax.serving.core.limits import Limits
 from gdn_jax.serving.core.placement import CacheMode, Placement
-from gdn_jax.serving.core.plan import Phase, RowCut, RowPlan, StepPlan
+from gdn_jax.serving.core.plan import Phase, RowCut, RowPlan, RowResult, StepPlan
 from gdn_jax.serving.core.request import FinishReason, Request, RequestId, Status
-from gdn_jax.serving.core.scheduler import Limits, Scheduler
+from gdn_jax.serving.core.scheduler import Scheduler
 
 STOP_TOKEN = 1
 
@@ -135,8 +136,14 @@ class CoreRig:
 
     # Steps.
 
-    def step(self, *, abort: str | None = None, reset: bool = False) -> StepPlan | None:
-        """Plan, run, cut, commit; check everything. May abort a request or reset the cache while the step runs."""
+    def step(self, *, abort: str | None = None, reset: bool = False, broken: str | None = None) -> StepPlan | None:
+        """Plan, run, cut, commit; check everything.
+
+        Args:
+            abort: drop this request while the step runs.
+            reset: reset the cache while the step runs.
+            broken: the numbers of this request's row go wrong on the device.
+        """
         plan = self.scheduler.plan()
         self.scheduler.check()
         self._wipe()
@@ -144,12 +151,12 @@ class CoreRig:
             return None
         self.plans.append(plan)
         self._check_rows(plan)
-        result = self.runner.run(plan)
+        result = self.runner.run(plan, broken=broken)
         if abort is not None:
             self.scheduler.abort(RequestId(abort))
         if reset:
             self.scheduler.reset_prefix_cache()
-        cuts = [self._cut(row.request_id, result.rows[index].tokens) for index, row in enumerate(plan.rows)]
+        cuts = [self._cut(row.request_id, made) for row, made in zip(plan.rows, result.rows, strict=True)]
         for row, row_result, cut in zip(plan.rows, result.rows, cuts, strict=True):
             self.outputs[row.request_id] += row_result.tokens[: cut.num_kept]
         for request in self.scheduler.commit(plan, result, cuts):
@@ -189,10 +196,12 @@ class CoreRig:
             self.step()
         raise AssertionError("the condition never held")
 
-    def _cut(self, request_id: RequestId, tokens: Sequence[int]) -> RowCut:
-        request = self.scheduler.get(request_id)
+    def _cut(self, request_id: RequestId, result: RowResult) -> RowCut:
+        request, tokens = self.scheduler.get(request_id), result.tokens
         if request.status is Status.CLOSING:
             return RowCut(num_kept=0)
+        if not result.finite:
+            return RowCut(num_kept=0, finish=FinishReason.ERROR)
         for count, token in enumerate(tokens, 1):
             if self.stops[request_id] and token == STOP_TOKEN:
                 return RowCut(num_kept=count, finish=FinishReason.STOP)
@@ -257,10 +266,12 @@ class CoreRig:
 
     def books(self) -> dict[str, object]:
         """Return a copy of everything the core remembers but its counts, to see that something changed nothing."""
-        holdings = self.scheduler.holdings
+        holdings, queues = self.scheduler.holdings, self.scheduler._queues
         requests = {
-            name: {key: copy.copy(getattr(request, key)) for key in type(request).__slots__ if key != "chain"}
-            for name, request in self.scheduler._requests.items()
+            request.request_id: {
+                key: copy.copy(getattr(request, key)) for key in type(request).__slots__ if key != "chain"
+            }
+            for request in self.scheduler._queues.live()
         }
         blocks = {key: copy.copy(value) for key, value in vars(holdings.blocks).items() if key != "_on_evict"}
         blocks["idle order"] = list(holdings.blocks._idle)
@@ -271,5 +282,5 @@ class CoreRig:
             "blocks": blocks,
             "checkpoints": checkpoints,
             "lanes": list(holdings._lanes),
-            "queues": [[r.request_id for r in q] for q in (self.scheduler._waiting, self.scheduler._running)],
+            "queues": [[r.request_id for r in queue] for queue in (queues._waiting, queues._running)],
         }

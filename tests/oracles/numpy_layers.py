@@ -16,7 +16,7 @@ Memory = tuple[np.ndarray, np.ndarray]
 
 def sigmoid(x: np.ndarray) -> np.ndarray:
     """Return 1 / (1 + exp(-x)) without overflow."""
-    return np.exp(-np.logaddexp(0.0, -x))
+    return 0.5 * (1.0 + np.tanh(0.5 * x))
 
 
 def silu(x: np.ndarray) -> np.ndarray:
@@ -104,11 +104,12 @@ def delta_rule(
         The outputs [T, Nv, dv] and the state after the span.
     """
     out = np.empty(v.shape)
+    decay = np.exp(g)[..., None, None]
     for t in range(len(v)):
-        state = np.exp(g[t])[:, None, None] * state  # decay first, then read
-        error = v[t] - np.einsum("hkv,hk->hv", state, k[t])
-        state = state + np.einsum("hk,h,hv->hkv", k[t], beta[t], error)
-        out[t] = np.einsum("hkv,hk->hv", state, q[t])  # the output sees the updated state
+        state = decay[t] * state  # decay first, then read
+        error = v[t] - (k[t][:, None] @ state)[:, 0]
+        state = state + k[t][:, :, None] * (beta[t][:, None] * error)[:, None]
+        out[t] = (q[t][:, None] @ state)[:, 0]  # the output sees the updated state
     return out, state
 
 

@@ -26,11 +26,16 @@ class OracleModel:
         self.weights = read_weights(Path(folder), self.sizes)
         self.head = self.weights["embed_tokens.weight" if self.sizes.tied else "lm_head.weight"]
         self.has_mtp = "mtp.fc.weight" in self.weights
+        self._under: dict[str, dict[str, np.ndarray]] = {}
         self.smallest_router_gap = float("inf")
 
     def under(self, prefix: str) -> dict[str, np.ndarray]:
         """Return the weights whose name starts with `prefix`, under the rest of their names."""
-        return {name.removeprefix(prefix): w for name, w in self.weights.items() if name.startswith(prefix)}
+        if prefix not in self._under:  # asked for once per layer and token
+            self._under[prefix] = {
+                name.removeprefix(prefix): w for name, w in self.weights.items() if name.startswith(prefix)
+            }
+        return self._under[prefix]
 
     def _norm(self, x: np.ndarray, name: str) -> np.ndarray:
         return rms_norm(x, self.weights[name], self.sizes.eps)

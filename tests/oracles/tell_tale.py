@@ -2,7 +2,9 @@
 
 A state slot holds the very tokens it has absorbed, a page the tokens written to it, and the next token is a hash of the
 prefix. Every read asserts that state and pages agree with the plan and with each other, so a slip in the books fails at
-once, without JAX. `audit` compares every published block and checkpoint with its name.
+once, without JAX. A step in which one row writes a slot or a page that another reads or writes is refused, whatever is
+written. What a plan lends anew holds nothing, whoever had it before. `audit` compares every published block and
+checkpoint with its name.
 """
 
 from collections.abc import Callable
@@ -31,7 +33,7 @@ class TellTaleRunner:
         block_size: tokens per page.
         vocabulary: tokens are 0..vocabulary - 1.
         num_drafts: drafts made per step, k.
-        draft: makes drafts from a prefix; by default every other guess is wrong.
+        draft: makes drafts from a prefix; by default a third of the guesses are wrong.
     """
 
     block_size: int
@@ -47,16 +49,29 @@ class TellTaleRunner:
     num_accepted: int = 0
     audited: dict[bytes, object] = field(default_factory=dict)  # content last found right, by name
 
-    def run(self, plan: StepPlan) -> StepResult:
-        """Run a plan as the device does: all rows read the state from before the step."""
-        self._refuse_races(plan)
+    def run(self, plan: StepPlan, *, broken: str | None = None) -> StepResult:
+        """Run a plan as the device does: all rows read the state from before the step.
+
+        Args:
+            plan: what to run.
+            broken: the request whose row's numbers go wrong: all that it writes means nothing.
+        """
+        tables = [self._extend_table(row) for row in plan.rows]
+        self._refuse_slot_races(plan)
+        self._refuse_page_races(plan, tables)
+        self._empty_what_is_lent_anew(plan, tables)
         before = dict(self.slots)
         writes: dict[int, tuple[int, ...]] = {}
-        results = tuple(self._row(row, before, writes) for row in plan.rows)
+        results: list[RowResult] = []
+        for row, table in zip(plan.rows, tables, strict=True):
+            results.append(self._row(row, table, before, writes))
+            if row.request_id == broken:
+                results[-1] = results[-1]._replace(finite=False)
+                self._break(row, table, writes)
         self.slots.update(writes)
-        return StepResult(rows=results)
+        return StepResult(rows=tuple(results))
 
-    def _refuse_races(self, plan: StepPlan) -> None:
+    def _refuse_slot_races(self, plan: StepPlan) -> None:
         writes = [row.write_anchor for row in plan.rows] + [e.slot for row in plan.rows for e in row.exports]
         if len(set(writes)) != len(writes) or 0 in writes:
             raise TellTaleError(f"two writes to one slot, or one to the null slot: {plan}")
@@ -70,8 +85,44 @@ class TellTaleRunner:
         if len(set(lanes)) != len(lanes):
             raise TellTaleError(f"two rows share a lane: {plan}")
 
-    def _row(self, row: RowPlan, before: dict[int, tuple[int, ...]], writes: dict[int, tuple[int, ...]]) -> RowResult:
-        table = self._extend_table(row)
+    def _refuse_page_races(self, plan: StepPlan, tables: list[list[int]]) -> None:
+        """A page that a row writes is no other row's, neither to read nor to write, were it the same tokens."""
+        size = self.block_size
+        writer: dict[int, RowPlan] = {}
+        for row, table in zip(plan.rows, tables, strict=True):
+            for page in {table[at // size] for at in range(row.start, row.end)}:
+                if page in writer:
+                    raise TellTaleError(f"{row.request_id} writes a page that another row writes: {plan}")
+                writer[page] = row
+        for row, table in zip(plan.rows, tables, strict=True):
+            for page in {table[at // size] for at in range(row.end if row.tokens else 0)}:
+                if writer.get(page, row) is not row:
+                    raise TellTaleError(f"{row.request_id} reads a page that another row writes: {plan}")
+
+    def _empty_what_is_lent_anew(self, plan: StepPlan, tables: list[list[int]]) -> None:
+        """Forget what new pages and slots held: with few distinct tokens, stale content may be right by chance.
+
+        A row's new blocks are lent anew, but for those at its admission (the table starts at 0) that its hit came with.
+        """
+        for row, table in zip(plan.rows, tables, strict=True):
+            first = row.table_start or -(-row.start // self.block_size)
+            for page in table[first:]:
+                self.pages.pop(page, None)
+            if row.table_start == 0 and row.new_blocks and row.write_anchor != row.read_anchor:
+                self.slots.pop(row.write_anchor, None)
+            for export in row.exports:
+                self.slots.pop(export.slot, None)
+
+    def _break(self, row: RowPlan, table: list[int], writes: dict[int, tuple[int, ...]]) -> None:
+        """Make everything that a row wrote mean nothing."""
+        for slot in (row.write_anchor, *(export.slot for export in row.exports)):
+            writes[slot] = tuple(-1 for _ in writes[slot])
+        for at in range(row.start, row.end):
+            self.pages[table[at // self.block_size]][at % self.block_size] = -1
+
+    def _row(
+        self, row: RowPlan, table: list[int], before: dict[int, tuple[int, ...]], writes: dict[int, tuple[int, ...]]
+    ) -> RowResult:
         folded = row.start - row.num_replay
         if row.read_anchor == 0:
             state: tuple[int, ...] = ()
@@ -189,6 +240,7 @@ class TellTaleRunner:
                 continue
             if (
                 not state
+                or min(state) < 0
                 or len(state) % self.block_size
                 or not any(self._chain_end(state, s) == name for s in self.salts)
             ):
@@ -200,7 +252,8 @@ class TellTaleRunner:
             parent = pools.blocks.parent_of(name)
             if self.audited.get(name) == (parent, content):
                 continue
-            if len(content) < self.block_size or not any(_link(parent, content, s) == name for s in self.salts):
+            whole = len(content) == self.block_size and min(content) >= 0
+            if not whole or not any(_link(parent, content, s) == name for s in self.salts):
                 raise TellTaleError(f"block {block} is published under a name that is not its content's: {content}")
             self.audited[name] = (parent, content)
 

@@ -5,8 +5,9 @@ from unittest.mock import patch
 
 import pytest
 from oracles.engine_rig import SETTINGS, TINY, greedy, make_llm, one_shape
+from oracles.quick_engine import answer, lasting, quick_async_llm
 
-from gdn_jax import AsyncLLM
+from gdn_jax import AsyncLLM, RequestOutputKind
 from gdn_jax.serving import startup
 from gdn_jax.serving.async_engine import EngineStoppedError
 from gdn_jax.serving.core.errors import DuplicateRequestError, PromptTooLongError
@@ -83,5 +84,75 @@ def test_readers_learn_of_a_shutdown_and_later_calls_are_refused():
         with pytest.raises(EngineStoppedError):
             await llm.stats()
         assert not llm.is_running
+
+    asyncio.run(run())
+
+
+# What needs no model runs on one that answers at once.
+
+
+def test_a_name_in_flight_is_refused_and_its_first_bearer_reads_on():
+    async def run() -> None:
+        async with quick_async_llm() as llm:
+            first = llm.generate([1, 2, 3], lasting(40), "mine")
+            await anext(first)
+            for _ in range(2):
+                with pytest.raises(DuplicateRequestError, match="'mine'") as caught:
+                    await anext(llm.generate([4], lasting(2), "mine"))
+                assert caught.value.parameter == "request_id"
+            rest = [item async for item in first]
+            assert rest[-1].outputs[0].token_ids == answer([1, 2, 3], 40)
+            again = [item async for item in llm.generate([4], lasting(2), "mine")]  # the name is free once more
+            assert again[-1].request_id == "mine"
+
+    asyncio.run(run())
+
+
+def test_a_name_is_free_again_after_its_stream_was_left_or_refused():
+    async def run() -> None:
+        async with quick_async_llm() as llm:
+            with pytest.raises(PromptTooLongError):
+                await anext(llm.generate([1], lasting(5000), "a"))
+            stream = llm.generate([1], lasting(100), "a")
+            await anext(stream)
+            await stream.aclose()
+            assert [item async for item in llm.generate([1], lasting(2), "a")][-1].finished
+
+    asyncio.run(run())
+
+
+def test_names_that_look_like_numbers_or_siblings_take_nobodys_place():
+    async def run() -> None:
+        async with quick_async_llm() as llm:
+            names = ["0", "1", "2", "0-1", "1-1", "1.1", None, None]
+            streams = [llm.generate([index], lasting(10, n=2, seed=1), name) for index, name in enumerate(names)]
+            ends = await asyncio.gather(*(drain_to_end(stream) for stream in streams))
+            for index, end in enumerate(ends):
+                assert [done.token_ids for done in end.outputs] == [answer([index], 10)] * 2
+            assert [end.request_id for end in ends][:6] == names[:6]
+
+    asyncio.run(run())
+
+
+async def drain_to_end(stream):
+    return [item async for item in stream][-1]
+
+
+def test_deltas_join_to_what_a_cumulative_stream_ends_with():
+    async def run() -> None:
+        async with quick_async_llm() as llm:
+            whole = await drain_to_end(llm.generate([9, 8], lasting(30, n=2, logprobs=1)))
+            params = lasting(30, n=2, logprobs=1, output_kind=RequestOutputKind.DELTA)
+            parts = [item async for item in llm.generate([9, 8], params)]
+            for index, done in enumerate(whole.outputs):
+                mine = [one for item in parts for one in item.outputs if one.index == index]
+                assert "".join(one.text for one in mine) == done.text
+                assert [token for one in mine for token in one.token_ids] == done.token_ids
+                assert [report for one in mine for report in one.logprobs] == done.logprobs
+                assert [one.finish_reason for one in mine] == [None] * (len(mine) - 1) + ["length"]
+            assert [item.finished for item in parts] == [False] * (len(parts) - 1) + [True]
+            final = lasting(30, n=2, logprobs=1, output_kind=RequestOutputKind.FINAL_ONLY)
+            (only,) = [item async for item in llm.generate([9, 8], final)]
+            assert only.outputs == whole.outputs
 
     asyncio.run(run())

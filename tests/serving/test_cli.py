@@ -1,19 +1,42 @@
 """The command line: answers on standard output, everything else on standard error, one line for a mistake."""
 
 import json
+import os
 import sys
+from unittest.mock import patch
 
 import pytest
 from oracles.engine_rig import TINY
+from oracles.quick_engine import QuickRunner, make_parts, parts_of
 
+from gdn_jax.serving import llm
 from gdn_jax.serving.__main__ import main
 
 SMALL = ("--max-model-len", "512", "--max-num-seqs", "1", "--max-num-batched-tokens", "256", "--dtype", "float32")
 
 
-def run(monkeypatch, *arguments: str) -> None:
+@pytest.fixture(autouse=True)
+def _own_environment():
+    """The command line is a process's own: here, what it sets goes away again."""
+    with patch.dict(os.environ):
+        yield
+
+
+def run(monkeypatch, *arguments: str) -> int:
+    """Run the command line; return its exit code."""
     monkeypatch.setattr(sys, "argv", ["gdn-jax", *arguments])
-    main()
+    try:
+        main()
+    except SystemExit as stop:
+        return stop.code
+    return 0
+
+
+def run_quickly(monkeypatch, *arguments: str) -> tuple[int, QuickRunner]:
+    """Run `generate` without a model."""
+    parts = make_parts()
+    monkeypatch.setattr(llm, "build_engine", lambda config, **options: parts)
+    return run(monkeypatch, "generate", "--model", "any", *arguments), parts_of(parts.engine)[1]
 
 
 def test_generate_streams_answers_and_says_how_much_of_a_second_prompt_was_cached(monkeypatch, capsys):
@@ -37,9 +60,98 @@ def test_info_prints_what_a_model_is_also_as_json(monkeypatch, capsys):
 
 
 def test_a_mistake_is_one_line_and_exit_code_2(monkeypatch, capsys, tmp_path):
-    with pytest.raises(SystemExit) as stop:
-        run(monkeypatch, "generate", "--model", str(tmp_path / "absent"), "--prompt", "x", "--quiet")
-    assert stop.value.code == 2
+    code = run(monkeypatch, "generate", "--model", str(tmp_path / "absent"), "--prompt", "x", "--quiet")
+    assert code == 2
     error = capsys.readouterr().err
     assert error.startswith("gdn-jax: ")
+    assert error.count("\n") == 1
     assert "absent" in error
+
+
+@pytest.mark.parametrize("content", [b"[]", b"\xff\xfe", b"{}"])
+def test_info_on_a_config_that_is_none_is_one_line_and_exit_code_2(monkeypatch, capsys, tmp_path, content):
+    file = tmp_path / "config.json"
+    file.write_bytes(content)
+    assert run(monkeypatch, "info", "--model", str(file)) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("gdn-jax: ")
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--temperature", "-1"], "temperature must be"),
+        (["--max-tokens", "0"], "max_tokens must be"),
+        (["--max-tokens", "9999"], "max_model_len (256)"),
+        (["--stop", ""], "stop must be"),
+    ],
+)
+def test_a_parameter_that_cannot_be_is_one_line_and_exit_code_2(monkeypatch, capsys, arguments, words):
+    code, _ = run_quickly(monkeypatch, "--prompt", "x", "--quiet", *arguments)
+    assert code == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1
+
+
+def test_a_setting_that_cannot_be_ends_with_exit_code_2(monkeypatch, capsys):
+    assert run_quickly(monkeypatch, "--prompt", "x", "--state-interval", "100")[0] == 2
+    assert "state_interval must be a multiple" in " ".join(capsys.readouterr().err.split())
+
+
+def test_an_answer_that_failed_ends_with_exit_code_1_after_the_others(monkeypatch, capsys):
+    def spoil_the_first(self, row, result):
+        return result._replace(finite=row.request_id != "0")
+
+    monkeypatch.setattr(QuickRunner, "_report", spoil_the_first)
+    code, _ = run_quickly(monkeypatch, "--prompt", "ab", "--prompt", "cd", "--max-tokens", "3", "--ignore-eos")
+    assert code == 1
+    error = capsys.readouterr().err
+    assert "0 generated; error]" in error
+    assert "3 generated; length]" in error
+
+
+def test_a_device_that_is_lost_is_one_line_and_exit_code_1(monkeypatch, capsys):
+    def lose(self, plan):
+        self.reset_error = MemoryError("no room")
+        raise RuntimeError("lost")
+
+    monkeypatch.setattr(QuickRunner, "run", lose)
+    code, _ = run_quickly(monkeypatch, "--prompt", "ab", "--quiet")
+    assert code == 1
+    assert "no room" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("bug", [ValueError("ours"), TypeError("ours"), AssertionError("ours")])
+def test_a_bug_is_not_passed_off_as_a_mistake(monkeypatch, bug):
+    def slip(self, *anything):
+        raise bug
+
+    monkeypatch.setattr(llm.LLM, "stream", slip)
+    with pytest.raises(type(bug), match="ours"):
+        run_quickly(monkeypatch, "--prompt", "x", "--quiet")
+
+
+def test_streamed_text_is_written_once_and_whole(monkeypatch, capsys):
+    code, _ = run_quickly(monkeypatch, "--prompt", "ab", "--max-tokens", "30", "--temperature", "0", "--ignore-eos")
+    assert code == 0
+    shown = capsys.readouterr().out
+    (output,) = llm.LLM("any", use_tqdm=False).generate(
+        "ab", llm.SamplingParams(temperature=0, max_tokens=30, ignore_eos=True), use_tqdm=False
+    )
+    assert shown == output.outputs[0].text + "\n"
+
+
+def test_jax_gets_nearly_the_whole_card_unless_the_user_says_otherwise(monkeypatch):
+    for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        monkeypatch.delenv(name, raising=False)
+    run(monkeypatch, "info", "--model", str(TINY))
+    assert os.environ["XLA_CLIENT_MEM_FRACTION"] == "0.95"
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.4")
+    run(monkeypatch, "info", "--model", str(TINY))
+    assert os.environ["XLA_CLIENT_MEM_FRACTION"] == "0.4"
+    monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION")
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.3")  # JAX takes either, and refuses both
+    run(monkeypatch, "info", "--model", str(TINY))
+    assert "XLA_CLIENT_MEM_FRACTION" not in os.environ

@@ -144,3 +144,20 @@ def test_golden_texts_stream_to_the_same_text(golden_folder: Path, name: str, si
         streamed = [detokenizer.push(ids[start : start + size]) for start in range(1, len(ids), size)]
         assert tokenizer.decode(ids, skip_special_tokens=False).endswith("".join(streamed) + detokenizer.flush())
         assert "\ufffd" not in "".join(streamed)
+
+
+@given(ids=id_sequences, looks=st.lists(st.integers(0, NUM_TOKENS + 5), min_size=1, max_size=4))
+@settings(max_examples=60, deadline=None)
+def test_a_look_at_what_may_come_changes_nothing(tokenizer: Tokenizer, ids: list[int], looks: list[int]) -> None:
+    looking, plain = IncrementalDetokenizer(tokenizer), IncrementalDetokenizer(tokenizer)
+    for token in ids:
+        seen = [looking.peek(other) for other in looks]
+        assert seen == [looking.peek(other) for other in looks]
+        assert looking.push([token]) == plain.push([token])
+    assert looking.flush() == plain.flush()
+
+
+def test_a_look_shows_whole_characters_and_what_a_part_completes(tokenizer: Tokenizer) -> None:
+    after = IncrementalDetokenizer(tokenizer)
+    after.push(byte_ids("€")[:2])
+    assert [after.peek(token) for token in (byte_ids("€")[2], 65, byte_ids("€")[0])] == ["€", "A", "�"]

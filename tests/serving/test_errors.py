@@ -2,14 +2,15 @@
 
 import ast
 import pickle
+import re
 import sys
 from pathlib import Path
 
+import import_rules
 import pytest
 
 from gdn_jax.serving.core import errors
 from gdn_jax.serving.core.errors import (
-    DeviceError,
     EngineError,
     InvalidParameterError,
     InvalidPromptError,
@@ -30,7 +31,7 @@ def test_every_refusal_of_a_request_is_caught_as_request_error_and_as_value_erro
     assert issubclass(kind, EngineError)
 
 
-@pytest.mark.parametrize("kind", [DeviceError, StartupError, InvariantError])
+@pytest.mark.parametrize("kind", [StartupError, InvariantError])
 def test_faults_that_are_not_the_callers_are_never_request_errors(kind: type[Exception]) -> None:
     assert not issubclass(kind, RequestError)
 
@@ -47,10 +48,47 @@ def test_a_request_error_names_the_field_at_fault_also_after_crossing_a_process_
     assert RequestError("no field").parameter is None
 
 
-def test_the_tree_in_the_docstring_names_every_error_of_the_module() -> None:
-    defined = {name for name, value in vars(errors).items() if isinstance(value, type)}
-    drawn = {word.strip("├└─│ ").split(" ")[0] for word in (errors.__doc__ or "").splitlines()}
-    assert defined <= drawn
+def drawn_tree() -> dict[str, set[str]]:
+    """Return the names in the docstring's tree, each with its bases: the one it hangs from, and those in brackets."""
+    path, tree = list[str](), dict[str, set[str]]()
+    for line in (errors.__doc__ or "").splitlines():
+        if found := re.match(r"((?:│   )*(?:[├└]── )?)(\w+Error)(?: \((\w+)\))?(?:  |$)", line):
+            depth = len(found[1]) // 4
+            path[depth:] = [found[2]]
+            tree[found[2]] = {*path[depth - 1 : depth], *filter(None, [found[3]])} or {"Exception"}
+    return tree
+
+
+def true_tree() -> dict[str, set[str]]:
+    """Return every class of serving that descends from one drawn at the left margin, with its bases."""
+    sources = import_rules.read_tree().sources
+    classes = {
+        node.name: {ast.unparse(base) for base in node.bases}
+        for module, source in sources.items()
+        if module.startswith("gdn_jax.serving")
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ClassDef)
+    }
+    tree: dict[str, set[str]] = {}
+    ours = {"EngineError", "InvariantError", "SettingError"}
+    while ours:
+        tree |= {name: classes[name] for name in ours}
+        ours = {name for name, bases in classes.items() if bases & ours} - tree.keys()
+    return tree
+
+
+def test_the_tree_in_the_docstring_is_the_true_tree() -> None:
+    assert drawn_tree() == true_tree()
+    assert {"EngineStoppedError", "UnknownParameterError", "InvariantError"} <= drawn_tree().keys()
+
+
+def test_every_drawn_error_is_raised_somewhere_and_says_where_it_stands() -> None:
+    sources = import_rules.read_tree().sources
+    raised = {name for source in sources.values() for name in re.findall(r"\b(\w+Error)\(", source)}
+    leaves = drawn_tree().keys() - {base for bases in drawn_tree().values() for base in bases}
+    assert leaves <= raised
+    for name, file in re.findall(r"(\w+Error) .*in `(\w+)\.py`", errors.__doc__ or ""):
+        assert f"class {name}(" in sources[f"gdn_jax.serving.{file}"]
 
 
 def test_the_module_imports_nothing_but_the_standard_library() -> None:

@@ -1,14 +1,20 @@
 """The Python API: what comes back, streams beside calls, and bad input that leaves nothing behind."""
 
+import gc
+import threading
+from collections.abc import Iterator
 from itertools import pairwise
 
+import jaxtyping
 import numpy as np
 import pytest
 from oracles.engine_rig import TINY, greedy, make_llm
+from oracles.quick_engine import answer, audit, lasting, parts_of, quick_llm
 
-from gdn_jax import LLM, SamplingParams
+from gdn_jax import LLM, RequestOutputKind, SamplingParams
 from gdn_jax.errors import ConfigError
 from gdn_jax.model import load_model
+from gdn_jax.serving.collector import Collector
 from gdn_jax.serving.core.errors import (
     InvalidParameterError,
     InvalidPromptError,
@@ -164,3 +170,165 @@ def test_a_start_that_cannot_be_is_refused_with_the_remedy(tmp_path):
         LLM(str(TINY), max_model_len=10**6, use_tqdm=False)
     with pytest.raises(ValueError, match="tensor_parallel_size"):
         LLM(str(TINY), tensor_parallel_size=2)
+
+
+# What needs no model runs on one that answers at once.
+
+
+@pytest.fixture
+def quick() -> LLM:
+    return quick_llm()
+
+
+@pytest.fixture
+def _no_type_checker() -> Iterator[None]:
+    """As for a user: the code itself answers a value of the wrong type."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def test_fifty_prompts_of_different_lengths_come_back_in_the_order_given(quick):
+    prompts = [[index, 7] for index in range(50)]
+    counts = [(index * 7) % 11 + 1 for index in range(50)]
+    outputs = quick.generate(prompts, [lasting(count) for count in counts], use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in outputs] == list(map(answer, prompts, counts))
+
+
+def test_a_hundred_calls_on_one_engine_lose_nothing(quick):
+    for index in range(100):
+        prompts = [[index % 100, other] for other in range(index % 7 + 1)]
+        outputs = quick.generate(prompts, lasting(3), use_tqdm=False)
+        assert [output.outputs[0].token_ids for output in outputs] == [answer(prompt, 3) for prompt in prompts]
+    assert not quick._live
+
+
+def test_calls_from_several_threads_are_complete_and_ordered(quick):
+    faults: list[object] = []
+
+    def call(number: int) -> None:
+        try:
+            for index in range(15):
+                prompts = [[number, index, other] for other in range(index % 5 + 1)]
+                outputs = quick.generate(prompts, lasting(index % 4 + 1), use_tqdm=False)
+                got = [output.outputs[0].token_ids for output in outputs]
+                if got != [answer(prompt, index % 4 + 1) for prompt in prompts]:
+                    faults.append((number, index, got))
+        except BaseException as error:
+            faults.append(error)
+
+    threads = [threading.Thread(target=call, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert faults == []
+    audit(quick._engine)
+
+
+def test_a_step_looks_at_one_prompt_however_many_wait(quick, monkeypatch):
+    looks = 0
+    finished = Collector.finished.fget
+    assert finished is not None
+
+    def count(collector: Collector) -> bool:
+        nonlocal looks
+        looks += 1
+        return finished(collector)
+
+    monkeypatch.setattr(Collector, "finished", property(count))
+    quick.generate([[index] for index in range(60)], lasting(4), use_tqdm=False)
+    steps = quick.stats().steps
+    assert looks < 4 * steps + 4 * 60  # looking at all of them in every step would be 60 times the steps
+
+
+def test_a_dropped_stream_runs_no_step_and_frees_everything(quick):
+    stream = quick.stream([1, 2, 3], lasting(100))
+    next(stream)
+    steps = quick.stats().steps
+    del stream
+    gc.collect()
+    stats = quick.stats()
+    assert (stats.steps, stats.running, stats.waiting, stats.blocks_used) == (steps, 0, 0, 0)
+    audit(quick._engine)
+
+
+def test_a_stream_dropped_in_the_middle_of_a_step_is_aborted_after_it(quick):
+    _, runner = parts_of(quick._engine)
+    streams = [quick.stream([1, 2, 3], lasting(100))]
+    next(streams[0])
+
+    def drop(plan: object) -> None:
+        streams.clear()
+        gc.collect()
+
+    runner.before_step = drop
+    (output,) = quick.generate([[9, 9]], lasting(6), use_tqdm=False)
+    assert output.outputs[0].token_ids == answer([9, 9], 6)
+    stats = quick.stats()
+    assert (stats.running, stats.waiting, stats.aborted_requests) == (0, 0, 1)
+    audit(quick._engine)
+
+
+def test_a_whole_call_gives_whole_answers_whatever_the_kind_of_its_items(quick):
+    for kind in RequestOutputKind:
+        (output,) = quick.generate([[5, 6]], lasting(20, output_kind=kind), use_tqdm=False)
+        assert output.outputs[0].token_ids == answer([5, 6], 20)
+    deltas = list(quick.stream([5, 6], lasting(20, output_kind=RequestOutputKind.DELTA)))
+    assert [token for item in deltas for token in item.outputs[0].token_ids] == answer([5, 6], 20)
+    assert len(deltas) == 20
+
+
+def test_a_failed_step_ends_its_prompts_with_an_error_and_the_call_returns(quick):
+    _, runner = parts_of(quick._engine)
+    runner.step_error = RuntimeError("the device hiccups")
+    outputs = quick.generate([[1], [2], [3]], lasting(4), use_tqdm=False)
+    assert [output.outputs[0].finish_reason for output in outputs] == ["error"] * 3
+    assert quick.generate([[1]], lasting(4), use_tqdm=False)[0].outputs[0].token_ids == answer([1], 4)
+
+
+@pytest.mark.usefixtures("_no_type_checker")
+@pytest.mark.parametrize("given", [None, 5, [], {}, "Hello"], ids=repr)
+def test_what_is_no_conversation_is_refused_by_every_way_in(quick, given):
+    for ask in (quick.chat, quick.stream_chat):
+        with pytest.raises(InvalidPromptError, match="messages must"):
+            ask(given)
+
+
+@pytest.mark.usefixtures("_no_type_checker")
+@pytest.mark.parametrize("given", [None, 5, [None], [5.0]], ids=repr)
+def test_what_is_no_prompt_is_refused_by_every_way_in(quick, given):
+    for ask in (quick.generate, quick.stream):
+        with pytest.raises(InvalidPromptError):
+            ask(given)
+
+
+@pytest.mark.parametrize("num_drafts", [1, 3])
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"logprobs": 2},
+        {"max_tokens": 7},
+        {"min_tokens": 9, "stop_token_ids": None},
+        {"stop": None},
+        {"stop_token_ids": None},
+    ],
+    ids=lambda params: next(iter(params)),
+)
+def test_stops_lengths_and_reports_with_drafts_are_those_without(num_drafts, params):
+    prompt = [4, 5, 6]
+    known = answer(prompt, 30)
+    text = quick_llm().get_tokenizer().decode(known)
+    if "stop_token_ids" in params:
+        params = params | {"stop_token_ids": [known[5], known[14]]}
+    if "stop" in params:
+        params = params | {"stop": text[9:11]}
+    asked = lasting(**{"max_tokens": 30, "logprobs": 0} | params)
+    plain = quick_llm().generate([prompt], asked, use_tqdm=False)[0].outputs[0]
+    drafting = quick_llm(num_drafts=num_drafts)
+    drafted = drafting.generate([prompt], asked, use_tqdm=False)[0].outputs[0]
+    assert drafted == plain
+    assert len(drafted.logprobs) == len(drafted.token_ids)
+    assert parts_of(drafting._engine)[1].device.num_accepted > 0
+    parts = list(quick_llm(num_drafts=num_drafts).stream(prompt, asked))
+    assert parts[-1].outputs[0] == plain

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from gdn_jax.serving.core.errors import InvalidParameterError, RequestError, UnsupportedParameterError
-from gdn_jax.serving.sampling_params import SamplingParams, UnknownParameterError
+from gdn_jax.serving.sampling_params import RequestOutputKind, SamplingParams, UnknownParameterError
 
 VLLM_DEFAULTS = {
     "n": 1,
@@ -35,6 +35,7 @@ VLLM_DEFAULTS = {
     "logit_bias": None,
     "bad_words": None,
     "include_stop_str_in_output": False,
+    "output_kind": RequestOutputKind.CUMULATIVE,
 }
 NUMBERS = ["presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p"]
 COUNTS = ["n", "top_k", "min_tokens", "max_tokens", "logprobs", "prompt_logprobs", "seed"]
@@ -208,3 +209,13 @@ def test_temperatures_that_float32_logits_cannot_bear_mean_greedy(temperature: f
 @pytest.mark.parametrize(("stop", "strings"), [(None, ()), ("ab", ("ab",)), (["a", "b"], ("a", "b")), (("a",), ("a",))])
 def test_stop_strings_are_a_tuple_however_they_were_given(stop: object, strings: tuple[str, ...]) -> None:
     assert SamplingParams(stop=stop).stop_strings == strings
+
+
+def test_the_kinds_of_output_are_those_of_vllm() -> None:
+    assert {kind.name: kind.value for kind in RequestOutputKind} == {"CUMULATIVE": 0, "DELTA": 1, "FINAL_ONLY": 2}
+
+
+@pytest.mark.parametrize("value", [None, 1, "DELTA"])
+def test_an_output_kind_of_another_type_is_refused(value: object) -> None:
+    with pytest.raises(InvalidParameterError, match="output_kind must be a RequestOutputKind"):
+        SamplingParams(output_kind=value)  # pyright: ignore[reportArgumentType]

@@ -17,13 +17,18 @@ import test_endings
 import test_hit_lengths
 import test_holdings
 import test_scheduler
+from oracles.core_rig import CoreRig
+from oracles.tell_tale import TellTaleRunner
 
 from gdn_jax.serving.core import holdings as holdings_module
 from gdn_jax.serving.core.blocks import BlockPool, HashChain
 from gdn_jax.serving.core.checkpoints import CheckpointStore, Retention
-from gdn_jax.serving.core.holdings import Holdings
+from gdn_jax.serving.core.holdings import Counts, Holdings
+from gdn_jax.serving.core.open_plan import OpenPlan
 from gdn_jax.serving.core.placement import CacheMode, Placement
+from gdn_jax.serving.core.plan import Phase, RowResult
 from gdn_jax.serving.core.prefix_cache import lookup
+from gdn_jax.serving.core.queues import Queues
 from gdn_jax.serving.core.request import FinishReason, Request, Status
 from gdn_jax.serving.core.scheduler import Scheduler
 
@@ -176,21 +181,22 @@ def a_refused_admission_has_touched_its_hit(patch: Patch) -> None:
 
 @fault(sessions)
 def states_are_published_when_they_are_planned(patch: Patch) -> None:
-    def plan_prefill(original, self, request, budget, saves):
-        mine: list = []
-        row = original(self, request, budget, mine)
+    def prefill(original, self, request):
+        others, self._saves = self._saves, []
+        row = original(self, request)
+        mine, self._saves = self._saves, others
         if row is None:
             return None
         folded, request.folded = request.folded, row.end
-        self.holdings.publish_blocks(request)
+        self._holdings.publish_blocks(request)
         request.folded = folded
-        reserved = self.holdings.reserve(mine, self.counts)
+        reserved = self._holdings.reserve(mine, Counts())
         for save, export in reserved:
             name = request.chain.name(request.tokens, save.boundary)
-            self.holdings.checkpoints.publish(export.slot, name, save.retention)
+            self._holdings.checkpoints.publish(export.slot, name, save.retention)
         return row._replace(exports=tuple(export for _, export in sorted(reserved, key=lambda pair: pair[1].boundary)))
 
-    around(patch, Scheduler, "_plan_prefill", plan_prefill)
+    around(patch, OpenPlan, "_prefill", prefill)
     patch.setattr(Holdings, "commit_export", lambda *args, **options: None)
     patch.setattr(CheckpointStore, "check_owners", lambda *args, **options: None)  # only reading it shall tell
 
@@ -258,14 +264,48 @@ def the_turn_end_is_where_the_last_window_ended_not_the_answer(patch: Patch) -> 
     around(patch, Holdings, "turn_end", turn_end)
 
 
-@fault(test_endings.test_a_row_whose_numbers_went_wrong_ends_alone_and_publishes_nothing)
+@fault(test_endings.test_a_prompt_whose_numbers_go_wrong_ends_alone_and_leaves_nothing_to_find)
 def a_row_with_broken_numbers_is_published(patch: Patch) -> None:
     def commit_row(original, self, request, row, result, cut):
-        if cut.finish is FinishReason.ERROR:
-            cut = cut._replace(finish=FinishReason.LENGTH)
+        if not result.finite:
+            request.finish = FinishReason.ERROR
+        original(self, request, row, result._replace(finite=True), cut)
+
+    around(patch, Scheduler, "_commit_row", commit_row)
+
+
+@fault(test_endings.test_a_span_that_emits_nothing_ends_its_request_too_when_its_numbers_go_wrong)
+def broken_numbers_are_only_noticed_in_rows_that_emit(patch: Patch) -> None:
+    def commit_row(original, self, request, row, result, cut):
+        original(self, request, row, result if row.emits else result._replace(finite=True), cut)
+
+    around(patch, Scheduler, "_commit_row", commit_row)
+    patch.setattr(CoreRig, "_cut", cut_rows_that_emit(CoreRig._cut))
+
+
+def cut_rows_that_emit(cut: Callable) -> Callable:
+    return lambda self, request_id, result: cut(self, request_id, result if result.tokens else RowResult((), ()))
+
+
+@fault(sessions)
+def the_blocks_of_broken_numbers_are_published(patch: Patch) -> None:
+    def commit_row(original, self, request, row, result, cut):
+        if not result.finite:
+            request.folded = row.end
+            self.holdings.publish_blocks(request)
         original(self, request, row, result, cut)
 
     around(patch, Scheduler, "_commit_row", commit_row)
+
+
+@fault(lambda: test_endings.test_an_answer_whose_numbers_go_wrong_keeps_what_it_had_and_saves_nothing_more(0))
+def broken_numbers_leave_a_turn_end(patch: Patch) -> None:
+    def end(original, self, request):
+        if request.finish is FinishReason.ERROR:
+            request.finish, request.publishes = FinishReason.LENGTH, True
+        original(self, request)
+
+    around(patch, Scheduler, "_end", end)
 
 
 # Names.
@@ -468,7 +508,7 @@ def the_read_anchor_is_derived_from_the_length(patch: Patch) -> None:
         made = original(self, request, phase, start=start, **options)
         return made._replace(read_anchor=made.write_anchor if start > 0 else 0)
 
-    around(patch, Scheduler, "_row", row)
+    around(patch, OpenPlan, "_row", row)
 
 
 @fault(sessions)
@@ -510,24 +550,24 @@ def the_table_covers_no_position_beyond_the_last(patch: Patch) -> None:
 
 @fault(sessions)
 def drafts_run_past_the_last_token(patch: Patch) -> None:
-    def plan_decode(original, self, request, saves):
+    def decode(original, self, request):
         request.max_tokens += 9
-        row = original(self, request, saves)
+        row = original(self, request)
         request.max_tokens -= 9
         return row
 
-    around(patch, Scheduler, "_plan_decode", plan_decode)
+    around(patch, OpenPlan, "_decode", decode)
 
 
 @fault(sessions)
 def a_span_ends_off_the_grid(patch: Patch) -> None:
-    def plan_prefill(original, self, request, budget, saves):
+    def prefill(original, self, request):
         size, self._block_size = self._block_size, 1
-        row = original(self, request, budget, saves)
+        row = original(self, request)
         self._block_size = size
         return row
 
-    around(patch, Scheduler, "_plan_prefill", plan_prefill)
+    around(patch, OpenPlan, "_prefill", prefill)
 
 
 @fault(sessions)
@@ -536,18 +576,73 @@ def new_blocks_are_not_sent(patch: Patch) -> None:
         made = original(self, request, phase, **options)
         return made._replace(new_blocks=made.new_blocks[:-1] if made.table_start else made.new_blocks)
 
-    around(patch, Scheduler, "_row", row)
+    around(patch, OpenPlan, "_row", row)
 
 
 @fault(test_drafts.test_drafts_are_cut_before_anybody_is_preempted)
 def somebody_is_preempted_for_drafts(patch: Patch) -> None:
-    def plan_decode(original, self, request, saves):
-        missing = self.holdings.blocks_for(request.computed + 1 + request.num_drafts) - len(request.blocks)
+    def decode(original, self, request):
+        missing = self._holdings.blocks_for(request.computed + 1 + request.num_drafts) - len(request.blocks)
         if missing > 0 and not self._take_blocks(request, missing):
             return None
-        return original(self, request, saves)
+        return original(self, request)
 
-    around(patch, Scheduler, "_plan_decode", plan_decode)
+    around(patch, OpenPlan, "_decode", decode)
+
+
+@fault(lambda: test_scheduler.test_requests_of_one_step_that_share_a_prefix_all_answer_right(CacheMode.ALL, 2))
+def a_row_is_given_the_pages_that_its_twin_is_just_writing(patch: Patch) -> None:
+    """The books are right, and both rows would write the same: only the race itself can tell."""
+
+    def plan(original, self):
+        made = original(self)
+        if made is None or len(made.rows) < 2 or made.rows[0].phase is not Phase.PREFILL:
+            return made
+        first, second, *others = made.rows
+        shared = (*first.new_blocks[:3], *second.new_blocks[3:])
+        self._plan = replace(made, rows=(first, second._replace(new_blocks=shared), *others))
+        return self._plan
+
+    around(patch, Scheduler, "plan", plan)
+
+
+@fault(sessions)
+def what_a_new_page_holds_by_chance_is_not_written_again(patch: Patch) -> None:
+    """Stale content of a block that is lent anew is right by chance: with two tokens, quite often."""
+
+    def write(original, self, table, start, tokens):
+        for position, token in enumerate(tokens, start):
+            page = self.stale.get(table[position // self.block_size], {})
+            if page.get(position % self.block_size) != token:
+                original(self, table, position, (token,))
+
+    remember_stale(patch)
+    around(patch, TellTaleRunner, "_write", write)
+
+
+@fault(sessions)
+def a_state_that_a_new_slot_holds_by_chance_is_not_written_again(patch: Patch) -> None:
+    def prefill(original, self, row, table, state, writes):
+        result = original(self, row, table, state, writes)
+        for slot in (row.write_anchor, *(export.slot for export in row.exports)):
+            if self.stale_slots.get(slot) == writes[slot]:
+                del writes[slot]
+        return result
+
+    remember_stale(patch)
+    around(patch, TellTaleRunner, "_prefill", prefill)
+
+
+def remember_stale(patch: Patch) -> None:
+    """Let the fake device keep a copy of what it is about to forget."""
+
+    def empty(original, self, plan, tables):
+        pages, slots = {page: dict(content) for page, content in self.pages.items()}, dict(self.slots)
+        original(self, plan, tables)
+        self.stale = {page: content for page, content in pages.items() if page not in self.pages}
+        self.stale_slots = {slot: state for slot, state in slots.items() if slot not in self.slots}
+
+    around(patch, TellTaleRunner, "_empty_what_is_lent_anew", empty)
 
 
 # Order and endings.
@@ -557,7 +652,7 @@ def somebody_is_preempted_for_drafts(patch: Patch) -> None:
 def the_oldest_is_preempted(patch: Patch) -> None:
     def take_blocks(original, self, request, missing):
         while (taken := self.holdings.blocks.try_take(missing)) is None:
-            victim = self._running[0]
+            victim = self._queues.running()[0]
             self._preempt(victim)
             if victim is request:
                 return False
@@ -572,6 +667,8 @@ def a_younger_request_gets_what_a_victim_gave_back(patch: Patch) -> None:
     def preempt(original, self, request):
         original(self, request)
         self._admitting = True
+        waiting = self._queues._waiting
+        waiting.append(waiting.pop(waiting.index(request)))  # the victim waits behind everybody
 
     around(patch, Scheduler, "_preempt", preempt)
 
@@ -594,7 +691,7 @@ def siblings_do_not_wait(patch: Patch) -> None:
 def a_request_publishes_after_a_reset(patch: Patch) -> None:
     def reset(original, self):
         original(self)
-        for request in self._running:
+        for request in self._queues.running():
             request.publishes = True
 
     around(patch, Scheduler, "reset_prefix_cache", reset)
@@ -603,13 +700,13 @@ def a_request_publishes_after_a_reset(patch: Patch) -> None:
 @fault(sessions)
 def a_failed_step_leaves_the_cache(patch: Patch) -> None:
     def fail(original, self, plan, **options):
-        for request in self._running:
+        for request in self._queues.running():
             request.publishes = False
         blocks, checkpoints = self.holdings.blocks.names(), self.holdings.checkpoints.names()
         old = self.holdings
         ended = original(self, plan, **options)
         if blocks and checkpoints:
-            for request in [*ended, *self._waiting]:
+            for request in [*ended, *self._queues.live()]:
                 request.forget_holdings()
             self.holdings = old
             old._lanes = list(range(old._num_lanes - 1, -1, -1))
@@ -621,6 +718,15 @@ def a_failed_step_leaves_the_cache(patch: Patch) -> None:
         return ended
 
     around(patch, Scheduler, "fail", fail)
+
+
+@fault(sessions)
+def a_preempted_request_waits_behind_everybody(patch: Patch) -> None:
+    def stop(original, self, request):
+        original(self, request)
+        self._waiting.append(self._waiting.pop(self._waiting.index(request)))
+
+    around(patch, Queues, "stop", stop)
 
 
 @fault(sessions)

@@ -1,7 +1,8 @@
 """Seeded random sessions on the tell-tale runner: quick, and the same every time.
 
 The Hypothesis machine finds and shrinks; these are what the deliberate faults are run against, so they must be bounded
-and must visit everything: hits, gaps, drafts, preemptions, take-overs, closing rows, aborts, resets and failed steps.
+and must visit everything: hits, gaps, drafts, preemptions, take-overs, closing rows, aborts, resets,
+failed steps and numbers that go wrong.
 """
 
 import random
@@ -42,8 +43,17 @@ class Session:
         """Act, then finish everything; return how often what happened."""
         for _ in range(num_actions):
             action = self.dice.choices(
-                [self._submit, self._follow_up, self._twins, self._steps, self._abort, self._reset, self._fail],
-                [4, 6, 2, 10, 2, 0.3, 0.3],
+                [
+                    self._submit,
+                    self._follow_up,
+                    self._twins,
+                    self._steps,
+                    self._abort,
+                    self._reset,
+                    self._fail,
+                    self._break,
+                ],
+                [4, 6, 2, 10, 2, 0.3, 0.3, 0.7],
             )[0]
             action()
             self.rig.scheduler.check()
@@ -116,6 +126,13 @@ class Session:
         if name not in self.rig.ended:  # it had no row in flight, so it went at once
             self.names.remove(name)
         self.seen["aborts"] += 1
+
+    def _break(self) -> None:
+        plan = self.rig.step(broken=self.dice.choice(self.names)) if self.names else None
+        self.seen["broken"] += plan is not None and any(self._is_broken(name) for name in self.names)
+
+    def _is_broken(self, name: str) -> bool:
+        return name in self.rig.ended and self.rig.ended[name].finish is FinishReason.ERROR
 
     def _reset(self) -> None:
         if self.dice.random() < 0.5:

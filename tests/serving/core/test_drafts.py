@@ -241,7 +241,7 @@ def test_preempted_requests_drop_their_drafts_and_go_on_without() -> None:
     for number in range(3):
         rig.add(f"r{number}", [number, *PROMPT], max_tokens=16)
     rig.run_until(lambda: rig.scheduler.counts.preemptions > 0)
-    victims = [r for r in rig.scheduler._requests.values() if r.num_output and not r.blocks]
+    victims = [r for r in rig.scheduler._queues.live() if r.num_output and not r.blocks]
     assert victims
     assert all(victim.num_drafts == 0 for victim in victims)
     rig.finish()

@@ -4,7 +4,7 @@ import pytest
 from oracles.core_rig import CoreRig
 
 from gdn_jax.serving.core.placement import CacheMode
-from gdn_jax.serving.core.plan import RowCut, StepPlan
+from gdn_jax.serving.core.plan import StepPlan
 from gdn_jax.serving.core.request import FinishReason, RequestId, Status
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
@@ -236,17 +236,58 @@ def test_a_request_aborted_in_the_step_that_failed_ends_as_aborted() -> None:
     rig.idle()
 
 
-def test_a_row_whose_numbers_went_wrong_ends_alone_and_publishes_nothing() -> None:
-    rig = make_rig()
+# Numbers that go wrong.
+
+
+def test_a_prompt_whose_numbers_go_wrong_ends_alone_and_leaves_nothing_to_find() -> None:
+    rig = make_rig(interval=4)
     rig.add("bad", PROMPT, max_tokens=4)
     rig.add("good", OTHER, max_tokens=4)
-    plan = rig.scheduler.plan()
-    result = rig.runner.run(plan)
-    cuts = [RowCut(num_kept=0, finish=FinishReason.ERROR), RowCut(num_kept=1)]
-    (ended,) = rig.scheduler.commit(plan, result, cuts)
-    rig.outputs[RequestId("good")] += result.rows[1].tokens
-    assert (ended.request_id, ended.finish, ended.num_output) == ("bad", FinishReason.ERROR, 0)
-    rig.scheduler.check()
+    plan = rig.step(broken="bad")
+    assert len(plan.rows[0].exports) == 2
+    assert (rig.ended["bad"].finish, rig.ended["bad"].num_output) == (FinishReason.ERROR, 0)
+    assert running(rig) == ["good"]
+    assert rig.scheduler.holdings.checkpoints.num_published == len(rig.scheduler.holdings.blocks.names()) == 2
+    assert rig.scheduler.holdings.checkpoints.num_owned == 1
     rig.finish()
     assert rig.serve("again", PROMPT, max_tokens=1).num_cached == 0
     assert rig.serve("other", OTHER, max_tokens=1).num_cached == 8
+
+
+def test_a_span_that_emits_nothing_ends_its_request_too_when_its_numbers_go_wrong() -> None:
+    rig = make_rig(interval=4, budget=8)
+    rig.add("bad", LONG[:20], max_tokens=4)
+    rig.step()
+    plan = rig.step(broken="bad")
+    assert not plan.rows[0].emits
+    assert rig.ended["bad"].finish is FinishReason.ERROR
+    rig.idle()
+    assert rig.serve("again", LONG[:20], max_tokens=4).num_cached == 8  # what an earlier step had computed
+
+
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_an_answer_whose_numbers_go_wrong_keeps_what_it_had_and_saves_nothing_more(
+    num_drafts: int,
+) -> None:
+    for steps in range(1, 9):
+        rig = make_rig(num_drafts=num_drafts)
+        request = rig.add("bad", PROMPT, max_tokens=30)
+        for _ in range(steps):
+            rig.step()
+        known, saves = list(request.tokens), rig.scheduler.counts.saves
+        blocks = rig.scheduler.holdings.blocks.names()
+        rig.step(broken="bad")
+        assert (request.finish, request.tokens) == (FinishReason.ERROR, known)
+        assert (rig.scheduler.counts.saves, rig.scheduler.holdings.blocks.names()) == (saves, blocks)
+        rig.idle()  # at once: there is no closing row
+        rig.serve("again", known, max_tokens=3)
+
+
+def test_numbers_that_go_wrong_in_an_aborted_row_are_not_published_either() -> None:
+    rig = make_rig(interval=4)
+    rig.add("bad", PROMPT, max_tokens=4)
+    rig.step(abort="bad", broken="bad")
+    assert rig.ended["bad"].finish is FinishReason.ABORT
+    rig.idle()
+    assert rig.scheduler.holdings.blocks.names() == {}
+    assert rig.scheduler.holdings.checkpoints.num_published == 0

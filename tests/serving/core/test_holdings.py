@@ -3,11 +3,13 @@
 import pytest
 from oracles.core_rig import CoreRig
 
+from gdn_jax.serving.core import holdings
 from gdn_jax.serving.core.blocks import BlockId, BlockPool
 from gdn_jax.serving.core.checkpoints import CheckpointStore, Retention, SlotId
 from gdn_jax.serving.core.errors import InvariantError
 from gdn_jax.serving.core.holdings import Save
 from gdn_jax.serving.core.placement import CacheMode
+from gdn_jax.serving.core.prefix_cache import lookup
 from gdn_jax.serving.core.request import Request, RequestId
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]  # two full blocks of four and two tokens more
@@ -108,7 +110,7 @@ def test_a_pin_ends_with_the_commit_of_the_step_that_read_it() -> None:
     assert not store.can_take_over(row.read_anchor)
     result = rig.runner.run(plan)
     assert request.pinned is not None
-    rig.scheduler.commit(plan, result, [rig._cut(row.request_id, result.rows[0].tokens)])
+    rig.scheduler.commit(plan, result, [rig._cut(row.request_id, result.rows[0])])
     assert request.pinned is None
     assert request.read_anchor == request.slot
     assert store.can_take_over(row.read_anchor)
@@ -276,7 +278,7 @@ def test_a_state_that_the_step_did_not_store_is_not_published() -> None:
     result = rig.runner.run(plan)
     assert result.rows[0].saved == (8,)
     unsaved = result.rows[0]._replace(saved=())
-    rig.scheduler.commit(plan, type(result)(rows=(unsaved,)), [rig._cut(plan.rows[0].request_id, unsaved.tokens)])
+    rig.scheduler.commit(plan, type(result)(rows=(unsaved,)), [rig._cut(plan.rows[0].request_id, unsaved)])
     rig.scheduler.check()
     assert saved(rig) == set()
     assert rig.scheduler.counts.saves == 0
@@ -394,6 +396,24 @@ def test_what_is_released_is_gone_from_the_request_too() -> None:
     assert rig.scheduler.holdings.checkpoints.num_owned == 0
 
 
+def test_nothing_is_looked_up_while_every_lane_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = make_rig(num_lanes=1)
+    rig.add("busy", PROMPT, max_tokens=9)
+    rig.add("waits", PROMPT, max_tokens=1)
+    lookups: list[int] = []
+
+    def count(chain, cap, **pools):
+        lookups.append(cap)
+        return lookup(chain, cap, **pools)
+
+    monkeypatch.setattr(holdings, "lookup", count)
+    for _ in range(8):
+        rig.step()
+    assert lookups == [len(PROMPT) - 1]  # that of the admission
+    rig.finish()
+    assert rig.ended["waits"].num_cached == 8
+
+
 # The check.
 
 
@@ -407,7 +427,7 @@ def test_what_is_released_is_gone_from_the_request_too() -> None:
         (lambda rig: rig.scheduler.holdings.checkpoints.try_reserve(placed=True), "are reserved"),
         (lambda rig: rig.scheduler.holdings.checkpoints.try_take(), "are running"),
         (lambda rig: rig.scheduler.holdings.blocks.forget_all(), "block chain is broken"),
-        (lambda rig: rig.scheduler._waiting.append(rig.scheduler.running()[0]), "in no queue"),
+        (lambda rig: rig.scheduler._queues._waiting.append(rig.scheduler.running()[0]), "in no queue or in two"),
     ],
 )
 def test_the_check_sees_books_that_do_not_agree_with_the_holders(break_it, message: str) -> None:

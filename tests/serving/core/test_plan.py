@@ -1,7 +1,9 @@
 """What crosses between host and device is frozen, complete and prints as one line."""
 
+import ast
 import pickle
 
+import import_rules
 import pytest
 
 from gdn_jax.serving.core.checkpoints import Retention
@@ -69,3 +71,15 @@ def test_results_default_to_a_healthy_row_without_drafts_and_a_cut_that_goes_on(
     assert (result.num_drafts, result.finite, result.logprobs) == (0, True, ())
     assert RowCut(num_kept=1).finish is None
     assert RowCut(num_kept=1, finish=FinishReason.STOP) != RowCut(num_kept=1)
+
+
+def test_rows_are_made_by_keyword_alone() -> None:
+    """They are named tuples (docs/decisions/0003), so that the language would take fields by position too."""
+    made = [
+        (module, node)
+        for module, source in import_rules.read_tree().sources.items()
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("RowPlan", "RowResult", "RowCut")
+    ]
+    assert len(made) >= 5
+    assert [f"{module}, line {node.lineno}" for module, node in made if node.args] == []

@@ -10,10 +10,11 @@ from gdn_jax.serving.core.errors import (
     InvariantError,
     PromptTooLongError,
 )
+from gdn_jax.serving.core.limits import Limits
 from gdn_jax.serving.core.placement import CacheMode, Placement
 from gdn_jax.serving.core.plan import Phase, RowCut, RowResult, StepPlan, StepResult
 from gdn_jax.serving.core.request import RequestId, Status
-from gdn_jax.serving.core.scheduler import Limits, Scheduler
+from gdn_jax.serving.core.scheduler import Scheduler
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
 OTHER = [2, 7, 1, 8, 2, 8, 1, 8, 2, 8]
@@ -155,7 +156,7 @@ def test_spans_start_on_the_grid_and_end_on_it_unless_they_end_the_prompt(budget
         (row,) = plan.rows
         saved = tuple(export.boundary for export in row.exports)
         result = StepResult(rows=(RowResult(tokens=(1,) if row.emits else (), saved=saved),))
-        rig.scheduler.commit(plan, result, [rig._cut(row.request_id, result.rows[0].tokens)])
+        rig.scheduler.commit(plan, result, [rig._cut(row.request_id, result.rows[0])])
     assert spans(rig) == expected
 
 

@@ -90,6 +90,12 @@ class CoreMachine(RuleBasedStateMachine):
             assert self.rig.scheduler.holdings.checkpoints.num_published == 0
         self._collect()
 
+    @rule(data=st.data())
+    @precondition(lambda self: self.live)
+    def break_numbers(self, data) -> None:
+        self.rig.step(broken=data.draw(st.sampled_from(sorted(self.live))))
+        self._collect()
+
     @rule(ends_rows=st.booleans())
     @precondition(lambda self: self.count > 2)
     def fail_a_step(self, ends_rows) -> None:

@@ -1,0 +1,169 @@
+"""The engine's loop: what a step that goes wrong leaves behind, and what it counts."""
+
+from collections.abc import Callable
+
+import pytest
+from oracles.quick_engine import answer, audit, lasting, make_parts, parts_of
+
+from gdn_jax.serving.core.errors import DeviceError
+from gdn_jax.serving.core.plan import Phase, RowPlan
+from gdn_jax.serving.core.request import RequestId
+from gdn_jax.serving.engine import Engine, EngineRequest
+
+LONG = list(range(1, 23))  # 22 tokens: three prefill steps at a budget of 8
+OTHER = [50, 51, 52]
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return make_parts().engine
+
+
+def ask(engine: Engine, request_id: str, prompt: list[int], max_tokens: int = 8, **options: object) -> None:
+    engine.add(
+        EngineRequest(
+            request_id=request_id,
+            prompt=prompt,
+            params=lasting(max_tokens),
+            seed=0,
+            max_tokens=max_tokens,
+            **options,  # pyright: ignore[reportArgumentType]
+        )
+    )
+
+
+def run(engine: Engine) -> dict[str, tuple[list[int], str | None]]:
+    """Run until nothing is left; return each request's tokens and why it ended."""
+    tokens: dict[str, list[int]] = {}
+    ends: dict[str, str | None] = {}
+    while engine.has_work:
+        for output in engine.step():
+            tokens.setdefault(output.request_id, []).extend(output.output.token_ids)
+            ends[output.request_id] = output.output.finish_reason
+        audit(engine)
+    return {name: (tokens[name], ends[name]) for name in tokens}
+
+
+@pytest.mark.parametrize(
+    "spoilt",
+    [
+        pytest.param(lambda row: row.phase is Phase.PREFILL and row.start == 0, id="first prompt chunk"),
+        pytest.param(lambda row: row.phase is Phase.PREFILL and row.start == 8, id="middle prompt chunk"),
+        pytest.param(lambda row: row.phase is Phase.PREFILL and row.emits, id="last prompt chunk"),
+        pytest.param(lambda row: row.phase is Phase.DECODE and row.start > 25, id="decode"),
+    ],
+)
+def test_a_non_finite_row_ends_its_request_alone_and_publishes_nothing_of_that_step(
+    engine: Engine, spoilt: Callable[[RowPlan], bool]
+) -> None:
+    scheduler, runner = parts_of(engine)
+    ask(engine, "bad", LONG, 12)
+    ask(engine, "good", OTHER, 12)
+    seen: list[int] = []
+
+    def is_finite(row: RowPlan) -> bool:
+        """Spoil one step of the bad request, and note how much of it was published before."""
+        if row.request_id == "bad" and spoilt(row):
+            seen.append(row.start)
+            return False
+        return True
+
+    runner.is_finite = is_finite
+    done = run(engine)
+    assert len(seen) == 1  # it ends with the first such row
+    assert done["bad"][1] == "error"
+    assert done["bad"][0] == answer(LONG, 12)[: len(done["bad"][0])]
+    assert done["good"] == (answer(OTHER, 12), "length")
+    runner.is_finite = lambda row: True
+    ask(engine, "again", [*LONG, *answer(LONG, 12)], 2)
+    while engine.has_work:
+        for output in engine.step():
+            assert output.num_cached_tokens <= seen[0]
+    assert engine.stats().failed_requests == 1
+    assert scheduler.holdings.blocks.num_held() == 0
+
+
+@pytest.mark.parametrize(("finite", "published"), [(True, True), (False, False)])
+def test_a_closing_row_publishes_its_state_only_if_it_is_finite(
+    engine: Engine, *, finite: bool, published: bool
+) -> None:
+    scheduler, runner = parts_of(engine)
+    runner.is_finite = lambda row: bool(row.tokens) or finite
+    ask(engine, "a", LONG, 3)  # 24 tokens have run when it ends, 23 are in its state: a closing row folds the last
+    assert run(engine)["a"][1] == "length"
+    lengths = [len(runner.device.slots[slot]) for slot in scheduler.holdings.checkpoints.names().values()]
+    assert (24 in lengths) is published
+
+
+def test_a_failed_step_fails_its_rows_and_requeues_the_others(engine: Engine) -> None:
+    _, runner = parts_of(engine)
+    ask(engine, "in", LONG)
+    ask(engine, "out", OTHER)
+    engine.step()  # the budget is spent on the first
+    runner.step_error = RuntimeError("the device is gone")
+    done = run(engine)
+    assert done["in"] == ([], "error")
+    assert done["out"] == (answer(OTHER, 8), "length")
+    assert engine.stats().failed_requests == 1
+
+
+def test_an_engine_whose_pools_cannot_be_rebuilt_says_so_and_takes_nothing_more(engine: Engine) -> None:
+    scheduler, runner = parts_of(engine)
+    ask(engine, "a", LONG)
+    ask(engine, "b", OTHER)
+    engine.step()
+    runner.step_error, runner.reset_error = RuntimeError("lost"), MemoryError("no room for the pools")
+    with pytest.raises(DeviceError, match="no room for the pools"):
+        engine.step()
+    scheduler.check()
+    assert scheduler.get(RequestId("a")).finish is None  # the books are as they were before the step
+    runner.reset_error = None
+    with pytest.raises(DeviceError, match="start another"):
+        engine.step()
+    with pytest.raises(DeviceError, match="start another"):
+        ask(engine, "c", OTHER)
+    assert engine.abort("a")
+
+
+def test_what_a_request_brings_wrong_leaves_nothing_queued(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, runner = parts_of(engine)
+
+    def refuse(*anything: object) -> None:
+        raise OverflowError("no such number")
+
+    monkeypatch.setattr(engine, "_sampling", refuse)
+    with pytest.raises(OverflowError):
+        ask(engine, "a", OTHER)
+    monkeypatch.undo()
+    assert not engine.has_work
+    ask(engine, "a", OTHER)
+    assert run(engine)["a"][1] == "length"
+    assert not runner.known
+
+
+def test_ended_requests_are_counted_by_how_they_ended(engine: Engine) -> None:
+    for name in "abcde":
+        ask(engine, name, OTHER, 3)
+    engine.step()
+    assert engine.abort("b")
+    assert engine.abort("e")
+    assert not engine.abort("e")
+    run(engine)
+    stats = engine.stats()
+    assert (stats.finished_requests, stats.aborted_requests, stats.failed_requests) == (3, 2, 0)
+    assert (stats.waiting, stats.running) == (0, 0)
+
+
+def test_nothing_grows_with_the_number_of_requests_that_have_ended(engine: Engine) -> None:
+    scheduler, runner = parts_of(engine)
+    for index in range(300):
+        ask(engine, str(index), [7, 8, 9], 1)
+        run(engine)
+    held = [engine.__dict__, scheduler.__dict__, runner.__dict__]
+    sizes = {
+        name: len(value)
+        for books in held
+        for name, value in books.items()
+        if isinstance(value, dict | list | set | tuple)
+    }
+    assert {name: size for name, size in sizes.items() if size > 4} == {}

@@ -1,0 +1,111 @@
+"""Intake: numbers, names and seeds of requests, and what the model cannot take."""
+
+from collections.abc import Iterator
+
+import jaxtyping
+import pytest
+from oracles.quick_engine import lasting, make_parts
+
+from gdn_jax import SamplingParams
+from gdn_jax.serving.core.errors import InvalidParameterError, PromptTooLongError
+from gdn_jax.serving.engine import EngineRequest
+from gdn_jax.serving.intake import Intake, Options, one_per_prompt
+from gdn_jax.serving.prompts import EncodedPrompt
+
+PROMPT = EncodedPrompt(text=None, token_ids=[5, 6, 7], turn_borders=(2,))
+
+
+@pytest.fixture
+def intake() -> Intake:
+    return Intake(make_parts(max_model_len=64), seed=3)
+
+
+@pytest.fixture
+def _no_type_checker() -> Iterator[None]:
+    """As for a user: the code itself answers a value of the wrong type."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def take(intake: Intake, name: str | None = None, **params: object) -> tuple[str, list[EngineRequest]]:
+    asked = SamplingParams(**params)  # pyright: ignore[reportArgumentType]
+    collector, requests = intake.take(PROMPT, asked, Options(), name)
+    assert collector.request_ids == tuple(request.request_id for request in requests)
+    return collector.name, requests
+
+
+def test_no_name_of_a_callers_can_be_the_id_of_another_request(intake: Intake) -> None:
+    taken = [take(intake, name, n=3) for name in (None, "0", "1-1", "1.1", "2", "0", None, "1")]
+    ids = [request.request_id for _, requests in taken for request in requests]
+    assert len(set(ids)) == len(ids)
+    assert [name for name, _ in taken] == ["0", "0", "1-1", "1.1", "2", "0", "6", "1"]
+    assert [request.name for _, requests in taken for request in requests][3:6] == ["0"] * 3
+
+
+def test_siblings_wait_for_the_first_and_draw_from_different_seeds(intake: Intake) -> None:
+    _, requests = take(intake, "mine", n=3, seed=9)
+    first = requests[0].request_id
+    assert [request.leader for request in requests] == [None, first, first]
+    assert len({request.seed for request in requests}) == 3
+    _, again = take(intake, n=3, seed=9)
+    assert [request.seed for request in again] == [request.seed for request in requests]
+    assert take(intake, seed=9)[1][0].seed == requests[0].seed
+
+
+def test_requests_without_a_seed_draw_from_the_engines_in_turn(intake: Intake) -> None:
+    drawn = [take(intake)[1][0].seed for _ in range(4)]
+    assert len(set(drawn)) == 4
+    other = Intake(make_parts(), seed=3)
+    take(other, seed=1)  # brings its own: takes no turn
+    assert [take(other)[1][0].seed for _ in range(4)] == drawn
+    assert take(Intake(make_parts(), seed=4))[1][0].seed != drawn[0]
+
+
+def test_max_tokens_is_what_the_context_leaves_unless_given(intake: Intake) -> None:
+    assert take(intake, max_tokens=None)[1][0].max_tokens == 61
+    assert take(intake, max_tokens=5)[1][0].max_tokens == 5
+    with pytest.raises(PromptTooLongError, match=r"shorter than max_model_len \(64\); got 64"):
+        intake.take(EncodedPrompt(text=None, token_ids=[1] * 64), lasting(), Options())
+    assert intake.take(EncodedPrompt(text=None, token_ids=[1] * 63), SamplingParams(max_tokens=None), Options())
+
+
+def test_a_stop_token_outside_the_vocabulary_is_refused_by_number(intake: Intake) -> None:
+    assert take(intake, stop_token_ids=[319])
+    with pytest.raises(InvalidParameterError, match=r"0\.\.319.*got 320") as caught:
+        take(intake, stop_token_ids=[3, 320])
+    assert caught.value.parameter == "stop_token_ids"
+
+
+@pytest.mark.usefixtures("_no_type_checker")
+@pytest.mark.parametrize("name", [5, b"x", ["a"]])
+def test_a_name_that_is_no_text_is_refused(intake: Intake, name: object) -> None:
+    with pytest.raises(InvalidParameterError, match="request_id must be a str"):
+        intake.take(PROMPT, lasting(), Options(), name)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"priority": "high"}, "priority"),
+        ({"priority": True}, "priority"),
+        ({"priority": 1.0}, "priority"),
+        ({"cache_salt": None}, "cache_salt"),
+        ({"cache_salt": "\ud800"}, "cache_salt"),
+    ],
+)
+def test_an_option_of_the_wrong_type_is_refused_by_name(options: dict[str, object], name: str) -> None:
+    with pytest.raises(InvalidParameterError) as caught:
+        Options(**options)  # pyright: ignore[reportArgumentType]
+    assert caught.value.parameter == name
+
+
+def test_what_is_given_per_prompt_has_one_entry_per_prompt() -> None:
+    assert one_per_prompt("priority", (1, 2), 2) == [1, 2]
+    with pytest.raises(InvalidParameterError, match=r"one entry per prompt \(2\); got 3"):
+        one_per_prompt("priority", [1, 2, 3], 2)
+
+
+def test_options_reach_the_engines_request(intake: Intake) -> None:
+    _, (request,) = intake.take(PROMPT, lasting(4), Options(priority=-2, cache_salt="me"))
+    assert (request.priority, request.cache_salt, request.turn_borders) == (-2, "me", (2,))
