@@ -7,7 +7,6 @@ that fails says why as early as it can and leaves nothing behind, no setting of 
 import dataclasses
 import hashlib
 import logging
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,13 @@ from gdn_jax.serving.core.placement import CacheMode, Placement
 from gdn_jax.serving.core.scheduler import Scheduler
 from gdn_jax.serving.engine import Engine
 from gdn_jax.serving.runner.buckets import make_buckets
-from gdn_jax.serving.runner.memory import MemoryPlan, MemoryRequest, describe_bytes, plan_memory
+from gdn_jax.serving.runner.memory import (
+    MemoryPlan,
+    MemoryRequest,
+    available_host_bytes,
+    describe_bytes,
+    plan_memory,
+)
 from gdn_jax.serving.runner.runner import PoolSizes, Runner
 from gdn_jax.serving.text.chat_template import ChatTemplate
 from gdn_jax.serving.text.tokenizer import GenerationDefaults, Tokenizer
@@ -119,7 +124,7 @@ def memory_request(
     total = 0
     pool = int(config.pool_memory_gib * _GIB)
     if device.platform == "cpu":
-        pool = pool or min(_CPU_POOL_BYTES, _free_host_bytes() // 2)
+        pool = pool or min(_CPU_POOL_BYTES, available_host_bytes() // 2)
     else:
         limit = (device.memory_stats() or {}).get("bytes_limit", 0)
         if not limit and not pool:
@@ -149,10 +154,6 @@ def memory_request(
         num_blocks=config.num_blocks,
         num_slots=config.num_state_slots,
     )
-
-
-def _free_host_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
 
 def _state_dtype(config: EngineConfig, model: ModelConfig) -> str:

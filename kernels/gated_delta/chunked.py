@@ -23,6 +23,7 @@ from gdn_jax.kernels.chunk_table import ChunkTable, chunk_table
 from gdn_jax.kernels.gated_delta.inputs import DeltaInputs
 from gdn_jax.kernels.gated_delta.reference import delta_read, delta_update
 from gdn_jax.kernels.gated_delta.triangular import unit_lower_inverse
+from gdn_jax.kernels.late import scan_late
 from gdn_jax.kernels.numerics import CHUNK, einsum
 
 _LEAST_DECAY = -120.0  # exp of this and of anything below is zero in float32
@@ -86,7 +87,7 @@ def gdn_prefill(
 
     nothing = jnp.zeros((q.shape[1], num_heads // q.shape[1], dv, dk), jnp.float32)
     scanned = (chunks, table.is_first, table.read_slot, table.export_slot, table.write_slot)
-    (_, pool), outputs = jax.lax.scan(run_chunk, (nothing, pool), scanned)
+    (_, pool), outputs = scan_late(run_chunk, (nothing, pool), scanned, after=inputs.v)
     outputs = outputs.reshape(-1, num_heads, CHUNK, dv)
     return table.put(jnp.moveaxis(outputs, 1, 2)), pool
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from gdn_jax.kernels.late import late_zeros
 from gdn_jax.kernels.numerics import einsum
 
 _BLOCK = 16  # rows inverted one after the other
@@ -50,7 +51,9 @@ def _invert_diagonal_blocks(lower: Float[Array, "*batch n n"]) -> Float[Array, "
         row = jnp.broadcast_to(identity[i], known.shape) - known
         return jax.lax.dynamic_update_index_in_dim(inverse, row, i, axis=1)
 
-    return jax.lax.fori_loop(0, _BLOCK, substitute, jnp.zeros_like(flat)).reshape(blocks.shape)
+    return jax.lax.fori_loop(0, _BLOCK, substitute, late_zeros(flat.shape, jnp.dtype(jnp.float32), flat)).reshape(
+        blocks.shape
+    )
 
 
 def _merge_pairs(

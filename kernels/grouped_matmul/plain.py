@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from gdn_jax.kernels.late import late_zeros
 from gdn_jax.kernels.numerics import einsum
 
 MIN_TILE_ROWS = 8
@@ -65,7 +66,7 @@ def _multiply(
         answer = einsum(spec, rows, weight[group]).astype(x.dtype)
         return jax.lax.dynamic_update_slice_in_dim(out, answer, first, 0), None
 
-    out = jnp.zeros((num_rows + height, width), x.dtype)
+    out = late_zeros((num_rows + height, width), x.dtype, x)
     out, _ = jax.lax.scan(step, out, _tiles(num_rows, group_sizes, height))
     owned = jnp.arange(num_rows) < group_sizes.sum()
     return jnp.where(owned[:, None], out[:num_rows], 0)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from gdn_jax.kernels.anchors import AdvanceRows, PrefillRows
+from gdn_jax.kernels.late import scan_late
 from gdn_jax.kernels.numerics import CHUNK, einsum
 from gdn_jax.kernels.paged_attention.pages import NULL_PAGE
 
@@ -41,7 +42,7 @@ def paged_attention_prefill(
     num_tiles = min(num_tokens, (num_tokens + 2 * (CHUNK - 1) * count.shape[0]) // CHUNK)
 
     @jax.checkpoint
-    def attend_tile(tile: Int[Array, ""]) -> Float[Array, "block Hq D"]:
+    def attend_tile(nothing: tuple[()], tile: Int[Array, ""]) -> tuple[tuple[()], Float[Array, "block Hq D"]]:
         row = jnp.searchsorted(before + count, tile, side="right")
         row = jnp.minimum(row, count.shape[0] - 1)  # past the last tile in use: all queries lie outside the row
         position = (first[row] + tile - before[row]) * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32)
@@ -49,9 +50,10 @@ def paged_attention_prefill(
         inside = (index >= 0) & (index < rows.length[row])
         queries = q[jnp.clip(rows.offset[row] + index, 0, num_tokens - 1)]
         position = jnp.where(inside, position, -1)
-        return _attend(queries[None], position[None], k_pages, v_pages, block_tables[row][None], first_key)[0]
+        out = _attend(queries[None], position[None], k_pages, v_pages, block_tables[row][None], first_key)[0]
+        return nothing, out
 
-    out = jax.lax.map(attend_tile, jnp.arange(num_tiles, dtype=jnp.int32))
+    _, out = scan_late(attend_tile, (), jnp.arange(num_tiles, dtype=jnp.int32), after=q)
     row, owned = rows.row_of(num_tokens)
     position = rows.positions(num_tokens)
     tile = before[row] + position // CHUNK - first[row]

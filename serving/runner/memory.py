@@ -5,10 +5,14 @@ checkpoints. So the pools' memory is shared out by what a request of middling le
 """
 
 import logging
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from gdn_jax.config import ModelConfig
 from gdn_jax.serving.core.errors import StartupError
+from gdn_jax.serving.runner.activations import advance_bytes, prefill_bytes
+from gdn_jax.serving.runner.buckets import MAX_PREFILL_ROWS
 from gdn_jax.sizes import kv_bytes_per_token, mtp_kv_bytes_per_token, parameter_count, state_bytes_per_slot
 
 _LOG = logging.getLogger(__name__)
@@ -203,21 +207,27 @@ def lane_bytes_per_token(model: ModelConfig, dtype: str) -> int:
 
 
 def activation_bytes(model: ModelConfig, request: MemoryRequest) -> int:
-    """Return an upper estimate of what the largest step needs beside weights and pools.
-
-    Prefill: the widest layer's inputs and outputs for every token of the budget, float32 chunk matrices of one GDN
-    layer, and one tile of attention scores; decode: float32 logits of every row, twice (sampling sorts a copy).
-    """
-    item, tokens = _ITEM_BYTES[request.dtype], request.budget
-    widest = max(
-        2 * model.num_attention_heads * model.head_dim,
-        model.conv_channels + model.num_linear_value_heads * model.linear_value_dim,
-        3 * model.intermediate_size,
-        3 * model.num_experts_per_token * model.moe_intermediate_size,
+    """Return an upper estimate of what the largest step needs beside weights and pools; see `activations.py`."""
+    item = _ITEM_BYTES[request.dtype]
+    tokens = -(-request.budget // request.block_size) * request.block_size
+    rows = min(MAX_PREFILL_ROWS, request.max_num_seqs)
+    return max(
+        prefill_bytes(model, item, num_tokens=tokens, num_rows=rows),
+        advance_bytes(model, item, num_rows=request.max_num_seqs, window=request.window),
     )
-    layer = tokens * (4 * model.hidden_size + 3 * widest) * item
-    chunk = tokens * model.num_linear_value_heads * (4 * 64 + 3 * model.linear_value_dim + 2 * model.linear_key_dim) * 4
-    length = request.max_model_len or model.context_length
-    scores = 64 * model.num_attention_heads * length * 4 + 2 * length * model.num_kv_heads * model.head_dim * item
-    logits = 2 * request.max_num_seqs * request.window * model.vocab_size * 4
-    return layer + chunk + scores + logits
+
+
+def available_host_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
+    """Return the memory that new work may take without swapping, the reclaimable file cache included.
+
+    That is MemAvailable where the system says it (Linux since 3.14); elsewhere half of the physical memory.
+    """
+    try:
+        lines = meminfo.read_text().splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return int(value.split()[0]) * 1024  # the file says kB and means KiB
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

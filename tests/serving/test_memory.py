@@ -1,6 +1,8 @@
 """The memory plan: bytes as counted by hand, all of the memory used, and clear words where it is too little."""
 
+import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +12,14 @@ from oracles.engine_rig import TINY
 
 from gdn_jax.config import ModelConfig
 from gdn_jax.serving.core.errors import StartupError
-from gdn_jax.serving.runner.memory import MemoryPlan, MemoryRequest, describe_bytes, plan_memory
+from gdn_jax.serving.runner.memory import (
+    MemoryPlan,
+    MemoryRequest,
+    available_host_bytes,
+    describe_bytes,
+    plan_memory,
+)
+from gdn_jax.sizes import parameter_count
 
 MODEL = ModelConfig.from_folder(TINY)
 # By hand, float32: one attention layer and the MTP head's, keys and values of 2 heads of 32; three GDN layers with a
@@ -72,8 +81,8 @@ def test_a_plan_fits_its_memory_and_serves_at_least_one_longest_sequence(
 
 
 def test_what_weights_and_activations_leave_goes_to_the_pools() -> None:
-    small, large = (plan_memory(MODEL, request(pool_bytes=0, total_bytes=total * MIB)) for total in (6, 12))
-    assert used(small) <= 6 * MIB - small.weight_bytes - small.activation_bytes
+    small, large = (plan_memory(MODEL, request(pool_bytes=0, total_bytes=total * MIB)) for total in (8, 14))
+    assert used(small) <= 8 * MIB - small.weight_bytes - small.activation_bytes
     assert large.num_blocks > small.num_blocks
     assert large.num_slots > small.num_slots
 
@@ -131,9 +140,30 @@ def test_a_larger_share_for_states_gives_more_slots_and_fewer_blocks() -> None:
     assert many.num_blocks < few.num_blocks
 
 
-def test_no_head_means_no_pages_for_it() -> None:
-    plan = plan_memory(replace(MODEL, num_mtp_layers=0), request())
-    assert plan.block_bytes == BLOCK // 2
+def test_no_head_means_no_pages_and_no_weights_for_it() -> None:
+    with_head, without = (plan_memory(replace(MODEL, num_mtp_layers=layers), request()) for layers in (1, 0))
+    assert (with_head.block_bytes, without.block_bytes) == (BLOCK, BLOCK // 2)
+    head = parameter_count(MODEL)[1]
+    assert head > 0
+    assert with_head.weight_bytes - without.weight_bytes == 4 * head
+    assert (without.slot_bytes, without.lane_bytes) == (SLOT, LANE)
+
+
+def test_memory_that_the_file_cache_would_give_back_counts_as_available(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:       24000000 kB\nMemFree:          200000 kB\nMemAvailable:   18000000 kB\n")
+    assert available_host_bytes(meminfo) == 18_000_000 * 1024
+
+
+@pytest.mark.parametrize("content", [None, "MemFree: 200000 kB\n"], ids=["no-file", "old-kernel"])
+def test_half_the_memory_is_taken_to_be_available_where_the_system_does_not_say(
+    tmp_path: Path, content: str | None
+) -> None:
+    meminfo = tmp_path / "meminfo"
+    if content is not None:
+        meminfo.write_text(content)
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert available_host_bytes(meminfo) == physical // 2
 
 
 def test_the_description_names_bytes_of_a_block_a_slot_and_all() -> None:

@@ -1,0 +1,81 @@
+"""What a step needs beside weights and pools while it runs: an upper estimate, from what its largest stage holds.
+
+Layers run one after the other, so their buffers serve each other and the number of layers does not count. Each stage
+below lists the arrays that are alive together in the plain-JAX version. A test compares the sum with what XLA assigns
+on a CPU, in float32: never less, and at most twice as much. Where weights are bfloat16 a CPU makes float32 copies of
+some, which is not counted: nothing shares out a CPU's memory by this estimate.
+"""
+
+from gdn_jax.config import ModelConfig
+from gdn_jax.kernels.chunk_table import max_chunks
+from gdn_jax.kernels.numerics import CHUNK
+from gdn_jax.kernels.paged_attention.plain import KEY_TILE
+
+_FLOAT32 = 4
+# Logits, masked, scaled, ranked (a sort keeps keys and ids, before and after) and with noise.
+_LOGITS_COPIES = 7
+_STATE_COPIES = 3  # gathered in float32, after the fold, and the one that is saved on the way
+
+
+def prefill_bytes(model: ModelConfig, item_bytes: int, *, num_tokens: int, num_rows: int) -> int:
+    """Return the bytes of a prefill call.
+
+    Args:
+        model: the model.
+        item_bytes: of one number of the activations.
+        num_tokens: packed tokens.
+        num_rows: rows.
+    """
+    value_width = model.num_linear_value_heads * model.linear_value_dim
+    key_width = model.num_linear_key_heads * model.linear_key_dim
+    # The raw inputs with and without the windows before them, one gathered copy per tap, sum and output.
+    convolution = num_tokens * ((model.conv_kernel + 3) * model.conv_channels + 2 * model.hidden_size) * item_bytes
+    places = max_chunks(num_tokens, num_rows) * CHUNK
+    matrices = 5 * CHUNK * model.num_linear_value_heads  # products, decays, scores and the inverse of each chunk
+    delta = places * ((4 * key_width + 2 * value_width) * item_bytes + (matrices + value_width) * _FLOAT32)
+    heads = model.num_attention_heads * model.head_dim
+    attention = num_tokens * (6 * heads + 4 * model.num_kv_heads * model.head_dim) * item_bytes
+    attention += _attention_tile(model, item_bytes, num_queries=CHUNK, num_rows=1)
+    mixer = max(convolution, delta) + min(convolution, delta) // 4 if model.num_gdn_layers else 0
+    mixer = max(mixer, attention if model.num_attention_layers else 0)
+    return _peak(model, item_bytes, mixer, num_tokens=num_tokens, num_logits=num_rows)
+
+
+def advance_bytes(model: ModelConfig, item_bytes: int, *, num_rows: int, window: int) -> int:
+    """Return the bytes of a decode or verify call.
+
+    Args:
+        model: the model.
+        item_bytes: of one number of the activations.
+        num_rows: rows.
+        window: new tokens of a row.
+    """
+    state = model.num_linear_value_heads * model.linear_value_dim * model.linear_key_dim * _FLOAT32
+    inputs = (2 * window + model.conv_window) * (4 * model.conv_channels + model.hidden_size) * item_bytes
+    delta = num_rows * (_STATE_COPIES * state + inputs) if model.num_gdn_layers else 0
+    attention = num_rows * window * 6 * model.num_attention_heads * model.head_dim * item_bytes
+    attention += _attention_tile(model, item_bytes, num_queries=window, num_rows=num_rows)
+    mixer = max(delta, attention if model.num_attention_layers else 0)
+    return _peak(model, item_bytes, mixer, num_tokens=num_rows * window, num_logits=num_rows * window)
+
+
+def _attention_tile(model: ModelConfig, item_bytes: int, *, num_queries: int, num_rows: int) -> int:
+    """Return the bytes of the keys, values and scores of one tile of keys, and of what is summed up over tiles."""
+    keys_and_values = 2 * KEY_TILE * model.num_kv_heads * model.head_dim * item_bytes
+    scores = num_queries * model.num_attention_heads * (3 * KEY_TILE + 2 * model.head_dim) * _FLOAT32
+    return num_rows * (keys_and_values + scores)
+
+
+def _peak(model: ModelConfig, item_bytes: int, mixer: int, *, num_tokens: int, num_logits: int) -> int:
+    """Return the larger of a layer's peak and that of choosing tokens, and a tenth for what is not listed."""
+    hidden = model.hidden_size
+    dense = num_tokens * (3 * model.intermediate_size + 2 * hidden) * item_bytes
+    routed = num_tokens * model.num_experts_per_token  # rows of experts
+    width = model.moe_intermediate_size
+    experts = (
+        routed * (hidden * (item_bytes + _FLOAT32) + 4 * width * item_bytes) + 3 * num_tokens * hidden * item_bytes
+    )
+    feed_forward = max(dense, experts if any(model.is_moe_layer) else 0)
+    layer = max(mixer, feed_forward) + min(mixer, feed_forward) // 8  # what is left of one lies between the other's
+    logits = _LOGITS_COPIES * num_logits * model.vocab_size * _FLOAT32
+    return max(layer, logits) * 11 // 10

@@ -1,0 +1,103 @@
+"""The estimate of a step's memory, compared with what XLA assigns: never less, at most twice as much.
+
+Released widths, two layers, no weights: steps are compiled from shapes. float32, since a CPU makes float32
+copies of bfloat16 weights. The number of layers must not count, since layers run one after the other.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from released_configs import RELEASED
+
+from gdn_jax.config import ModelConfig
+from gdn_jax.kernels.dispatch import Implementation
+from gdn_jax.model import abstract_model
+from gdn_jax.serving.runner.activations import advance_bytes, prefill_bytes
+from gdn_jax.serving.runner.buckets import Buckets
+from gdn_jax.serving.runner.inputs import BlockTables, build_advance, build_prefill
+from gdn_jax.serving.runner.lanes import LaneSampling
+from gdn_jax.serving.runner.memory import MemoryRequest, activation_bytes
+from gdn_jax.serving.runner.steps import StepStatic, advance_step, prefill_step
+from gdn_jax.state import make_state
+
+LANES, WIDTH = 64, 256
+FLOAT32 = 4
+DENSE, MOE, LARGE = "qwen3.5-0.8b", "qwen3.5-35b-a3b", "qwen3.5-27b"
+
+
+def short(name: str, *, vocab_size: int = 0, periods: int = 1) -> ModelConfig:
+    """A released model of few layers; a small vocabulary leaves the layers as what counts."""
+    config = ModelConfig.from_dict(RELEASED[name])
+    return replace(
+        config,
+        num_layers=2 * periods,
+        layer_types=("linear_attention", "full_attention") * periods,
+        is_moe_layer=config.is_moe_layer[: 2 * periods],
+        num_mtp_layers=0,
+        vocab_size=vocab_size or config.vocab_size,
+    )
+
+
+def assigned(config: ModelConfig, *, num_tokens: int = 0, num_rows: int) -> int:
+    """Return the bytes that XLA assigns beside arguments and results; an advance without `num_tokens`."""
+    model = abstract_model(config, dtype=jnp.dtype("float32"), implementation=Implementation.JAX)
+    graph, shapes = nnx.split(model)
+    params, tree = jax.tree.flatten(shapes)
+    static = StepStatic(graph=graph, tree=tree, num_valid_tokens=config.vocab_size, num_top=20)
+    pools: dict[str, Any] = {"num_slots": 9, "num_pages": 9, "num_lanes": LANES, "window": 1}
+    state = make_state(config, dtype=jnp.dtype("float32"), **pools)
+    shape = Buckets(prefill=((num_tokens, num_rows),), advance_rows=(num_rows,), table_blocks=(WIDTH,))
+    tables, sampling = BlockTables(LANES, WIDTH), LaneSampling(LANES).gather([], num_rows)
+    if num_tokens:
+        step, batch = prefill_step, build_prefill([], tables, shape, 64)
+    else:
+        step, batch = advance_step, build_advance([], tables, shape, window=1, num_lanes=LANES)
+    # Leaves alone, as lowering puts descriptions in an argument's place, and those fail the check of annotations.
+    leaves, structure = jax.tree.flatten((tuple(params), state, batch, sampling))
+    first = len(params)
+    of_state = range(first, first + len(jax.tree.leaves(state)))
+
+    def run(*leaves: Any) -> Any:
+        words, after = step(static, *jax.tree.unflatten(structure, leaves))
+        return words, jax.tree.leaves(after)
+
+    compiled = jax.jit(run, donate_argnums=tuple(of_state)).lower(*leaves).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "num_tokens", "num_rows"), [(DENSE, 2048, 8), (DENSE, 64, 8), (MOE, 2048, 1), (LARGE, 512, 8)]
+)
+def test_a_prefill_call_stays_within_its_estimate(name: str, num_tokens: int, num_rows: int) -> None:
+    config = short(name, vocab_size=1024)
+    needed = assigned(config, num_tokens=num_tokens, num_rows=num_rows)
+    assert needed <= prefill_bytes(config, FLOAT32, num_tokens=num_tokens, num_rows=num_rows) <= 2 * needed
+
+
+@pytest.mark.parametrize(("name", "vocab_size", "num_rows"), [(DENSE, 0, 64), (MOE, 1024, 64), (LARGE, 1024, 16)])
+def test_a_decode_call_stays_within_its_estimate(name: str, vocab_size: int, num_rows: int) -> None:
+    """States count where heads are many, logits where the vocabulary is large."""
+    config = short(name, vocab_size=vocab_size)
+    needed = assigned(config, num_rows=num_rows)
+    assert needed <= advance_bytes(config, FLOAT32, num_rows=num_rows, window=1) <= 2 * needed
+
+
+def test_more_layers_need_no_more_memory() -> None:
+    two, four = (
+        assigned(short(MOE, vocab_size=1024, periods=periods), num_tokens=512, num_rows=8) for periods in (1, 2)
+    )
+    assert four <= 1.2 * two  # 1.6 times where each layer keeps buffers of its own
+
+
+def test_the_plan_counts_the_largest_of_all_calls() -> None:
+    config = ModelConfig.from_dict(RELEASED[DENSE])
+    asked: dict[str, Any] = {"total_bytes": 1, "pool_bytes": 0, "dtype": "float32", "state_dtype": "float32"}
+    asked |= {"max_model_len": 0, "block_size": 64, "window": 1}
+    many_tokens = MemoryRequest(budget=8191, max_num_seqs=4, **asked)
+    assert activation_bytes(config, many_tokens) == prefill_bytes(config, FLOAT32, num_tokens=8192, num_rows=4)
+    many_rows = MemoryRequest(budget=64, max_num_seqs=256, **asked)
+    assert activation_bytes(config, many_rows) == advance_bytes(config, FLOAT32, num_rows=256, window=1)
