@@ -1,4 +1,4 @@
-"""The command line: `gdn-jax generate` and `gdn-jax info`. The one place that sets up logging and prints."""
+"""The command line: `gdn-jax generate`, `serve` and `info`. The one place that sets up logging and prints."""
 
 import json
 import logging
@@ -13,8 +13,12 @@ from tyro.conf import OmitArgPrefixes, UseAppendAction, subcommand
 
 from gdn_jax.errors import ModelError
 from gdn_jax.kernels.dispatch import UnsupportedKernelError
+from gdn_jax.serving.async_llm import AsyncLLM
 from gdn_jax.serving.config import EngineConfig, SettingError
 from gdn_jax.serving.core.errors import EngineError, RequestError, StartupError
+from gdn_jax.serving.http.config import ServerConfig
+from gdn_jax.serving.http.records import JsonFormatter
+from gdn_jax.serving.http.serve import serve
 from gdn_jax.serving.info import describe_model
 from gdn_jax.serving.llm import LLM
 from gdn_jax.serving.outputs import RequestOutput
@@ -94,7 +98,28 @@ class Info:
     json: bool = False
 
 
-_Command = Annotated[Generate, subcommand("generate")] | Annotated[Info, subcommand("info")]
+@dataclass(frozen=True, kw_only=True)
+class Serve:
+    """Answer HTTP requests in OpenAI's form; `docs/http.md` says which.
+
+    Attributes:
+        engine: settings of the engine.
+        server: settings of the server.
+        quiet: only warnings, no progress bars.
+        verbose: also one log line per step.
+    """
+
+    engine: OmitArgPrefixes[EngineConfig]
+    server: OmitArgPrefixes[ServerConfig] = field(default_factory=ServerConfig)
+    quiet: bool = False
+    verbose: bool = False
+
+
+_Command = (
+    Annotated[Generate, subcommand("generate")]
+    | Annotated[Serve, subcommand("serve")]
+    | Annotated[Info, subcommand("info")]
+)
 
 
 def main() -> None:
@@ -107,7 +132,10 @@ def main() -> None:
     try:
         if isinstance(command, Generate):
             sys.exit(_generate(command))
-        _info(command)
+        if isinstance(command, Serve):
+            _serve(command)
+        else:
+            _info(command)
     except _MISTAKES as mistake:
         sys.stderr.write(f"gdn-jax: {_one_line(mistake)}\n")
         sys.exit(2)
@@ -128,10 +156,10 @@ def _one_line(problem: Exception) -> str:
     return " ".join(str(problem).split())
 
 
-def _set_up_logging(command: Generate) -> None:
+def _set_up_logging(command: Generate | Serve, formatter: logging.Formatter | None = None) -> None:
     level = logging.WARNING if command.quiet else logging.DEBUG if command.verbose else logging.INFO
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(levelname).1s %(message)s"))
+    handler.setFormatter(formatter or logging.Formatter("%(levelname).1s %(message)s"))
     ours = logging.getLogger("gdn_jax")
     ours.addHandler(handler)
     ours.setLevel(level)
@@ -150,6 +178,19 @@ def _generate(command: Generate) -> int:
             outputs = llm.stream(prompt, params)
         ends.append(_show(outputs, quiet=command.quiet))
     return int("error" in ends)
+
+
+def _serve(command: Serve) -> None:
+    lines = logging.Formatter("%(asctime)s %(levelname).1s %(message)s")
+    _set_up_logging(command, JsonFormatter() if command.server.log_json else lines)
+    for handler in logging.getLogger("gdn_jax").handlers:
+        logging.getLogger("uvicorn").addHandler(handler)
+    settings = _settings(command.engine)
+    serve(
+        lambda: AsyncLLM(command.engine.model, **settings, use_tqdm=not command.quiet),
+        command.server,
+        model=command.engine.model,
+    )
 
 
 def _settings(config: EngineConfig) -> dict[str, object]:

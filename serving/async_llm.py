@@ -1,6 +1,6 @@
 """AsyncLLM: the Python API for asynchronous callers, and what a server stands on."""
 
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from gdn_jax.serving.async_engine import AsyncEngine
@@ -44,20 +44,20 @@ class AsyncLLM:
 
     def generate(
         self,
-        prompt: Prompt,
+        prompt: Prompt | EncodedPrompt,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
         priority: int = 0,
         cache_salt: str = "",
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput]:
         """Complete one prompt, yielding after every step that brought something.
 
         An item holds all there is so far, or what `SamplingParams.output_kind` says. The request starts when its first
         item is asked for. Closing the iterator, or cancelling the task that reads it, aborts it within one step.
 
         Args:
-            prompt: text, token ids, or a dict of either, as for `LLM.generate`.
+            prompt: text, token ids, or a dict of either, as for `LLM.generate`; or what `encode` or `render` returned.
             sampling_params: None: what the model recommends.
             request_id: a name for outputs and log lines, not that of another stream being read; None: a number.
             priority: lower goes first.
@@ -67,7 +67,8 @@ class AsyncLLM:
             RequestError: the prompt or a parameter cannot be served; also from the first item on.
         """
         options = Options(priority=priority, cache_salt=cache_salt)
-        return self._stream(self._intake.reader.read(prompt), sampling_params, request_id, options)
+        encoded = prompt if isinstance(prompt, EncodedPrompt) else self._intake.reader.read(prompt)
+        return self._stream(encoded, sampling_params, request_id, options)
 
     def chat(
         self,
@@ -78,7 +79,7 @@ class AsyncLLM:
         priority: int = 0,
         cache_salt: str = "",
         **template: object,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput]:
         """Answer one conversation as `generate` completes a prompt; `template` as for `LLM.chat`."""
         options = Options(priority=priority, cache_salt=cache_salt)
         prompt = self._intake.reader.render(messages, **template)
@@ -86,7 +87,7 @@ class AsyncLLM:
 
     def _stream(
         self, prompt: EncodedPrompt, params: SamplingParams | None, request_id: str | None, options: Options
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput]:
         chosen = self.get_default_sampling_params() if params is None else params
         collector, requests = self._intake.take(prompt, chosen, options, request_id)
         stream = self._engine.stream(collector, requests)
@@ -106,6 +107,27 @@ class AsyncLLM:
                     yield output
         finally:
             self._names.discard(name)
+
+    def encode(self, prompt: Prompt) -> EncodedPrompt:
+        """Return a prompt ready for `generate`; may be called from any thread.
+
+        Raises:
+            InvalidPromptError: as for `generate`.
+        """
+        return self._intake.reader.read(prompt)
+
+    def render(self, messages: object, **template: object) -> EncodedPrompt:
+        """Return a conversation ready for `generate`; may be called from any thread.
+
+        Raises:
+            RequestError: the template cannot take it.
+        """
+        return self._intake.reader.render(messages, **template)
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Most completions that run at once."""
+        return self.memory.max_num_seqs
 
     async def stats(self) -> EngineStats:
         """Return counts since start and gauges now."""

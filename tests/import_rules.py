@@ -60,9 +60,13 @@ RULES = {
     ),
     "serving.llm": _rule(f"{_STEP} {_API} {_LOOP} serving.intake serving.interrupts", "tqdm"),
     "serving.async_llm": _rule(f"{_STEP} {_API} {_LOOP} serving.intake serving.async_engine"),
-    "serving.http": _rule(f"{_API} serving.async_engine serving.core.errors", "starlette uvicorn msgspec"),
+    "serving.http": _rule(
+        f"{_API} serving.prompts serving.config serving.metrics serving.core.errors",
+        "starlette uvicorn msgspec prometheus_client",
+    ),
     "serving.__main__": _rule(
-        f"{_STEP} {_API} model kernels serving.info serving.llm serving.startup serving.http", "tqdm tyro"
+        f"{_STEP} {_API} model kernels serving.info serving.llm serving.async_llm serving.startup serving.http",
+        "tqdm tyro",
     ),
 }
 

@@ -18,9 +18,9 @@ import numpy as np
 from oracles.numpy_model import OracleModel
 
 from gdn_jax import LLM, RequestOutput, SamplingParams
-from gdn_jax.config import ModelConfig
 from gdn_jax.model import LanguageModel
 from gdn_jax.serving import startup
+from gdn_jax.serving.config import EngineConfig
 from gdn_jax.serving.core.plan import StepPlan, StepResult
 from gdn_jax.serving.core.scheduler import Scheduler
 from gdn_jax.serving.engine import EngineOutput, EngineStats
@@ -28,7 +28,6 @@ from gdn_jax.serving.runner import runner as runner_module
 from gdn_jax.serving.runner.buckets import Buckets, make_buckets
 from gdn_jax.serving.runner.runner import PoolSizes, Runner
 from gdn_jax.state import KVPages
-from gdn_jax.weights import load_weights
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 TINY = GOLDEN / "tiny-hybrid"
@@ -43,6 +42,7 @@ SETTINGS: dict[str, Any] = {
     "warm_up": False,
     "use_tqdm": False,
 }
+_LOAD, _MODELS = startup._load, dict[str, LanguageModel]()
 LOGPROB_ERROR = 1e-4  # twenty times the float32 error seen on these models
 
 
@@ -54,18 +54,15 @@ def one_shape(**sizes: Any) -> PoolSizes:
 def one_row_count(**sizes: Any) -> Buckets:
     """Buckets of the steps: those of an engine, but that every prefill call is padded to as many rows as lanes."""
     buckets = make_buckets(**sizes)
-    return replace(buckets, prefill=tuple(dict.fromkeys((tokens, LANES) for tokens, _ in buckets.prefill)))
+    return replace(buckets, prefill=tuple((tokens, LANES) for tokens in sorted({size for size, _ in buckets.prefill})))
 
 
-def shared_weights(model: LanguageModel, model_config: ModelConfig, folder: str, *, progress: object) -> LanguageModel:
-    """Load weights as `load_weights` does, once for all engines: steps do not change them."""
-    key = (folder, str(model.dtype), model_config)
-    if key not in _LOADED:
-        _LOADED[key] = load_weights(model, model_config, folder)
-    return _LOADED[key]
-
-
-_LOADED: dict[tuple[str, str, ModelConfig], LanguageModel] = {}
+def shared_model(config: EngineConfig, *choices: Any, show_progress: bool) -> LanguageModel:
+    """Load a model as start-up does, once for all engines: steps do not change it."""
+    key = repr((config.model, config.load_format, config.seed, *choices))
+    if key not in _MODELS:
+        _MODELS[key] = _LOAD(config, *choices, show_progress=show_progress)
+    return _MODELS[key]
 
 
 def make_llm(folder: str | Path = TINY, **settings: Any) -> LLM:
@@ -73,7 +70,7 @@ def make_llm(folder: str | Path = TINY, **settings: Any) -> LLM:
     with (
         patch.object(startup, "PoolSizes", one_shape),
         patch.object(startup, "make_buckets", one_row_count),
-        patch.object(startup, "load_weights", shared_weights),
+        patch.object(startup, "_load", shared_model),
     ):
         llm = LLM(str(folder), **SETTINGS | settings)
     poison(llm)

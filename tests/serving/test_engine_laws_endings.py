@@ -97,7 +97,7 @@ def test_after_a_hundred_requests_every_book_is_that_of_a_fresh_engine() -> None
     for seed in range(20):
         ask(llm, [random_ids(seed + part, 1 + seed % 5) for part in range(5)], greedy(1 + seed % 2))
     engine, scheduler, runner = llm._engine, scheduler_of(llm), runner_of(llm)
-    for book in (llm._live, engine._live, runner._requests, scheduler._requests):
+    for book in (llm._live, engine._live, runner._requests, scheduler._queues._live):
         assert len(book) == 0
     scheduler.check()
     assert idle(llm.stats())

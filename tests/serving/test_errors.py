@@ -11,6 +11,7 @@ import pytest
 
 from gdn_jax.serving.core import errors
 from gdn_jax.serving.core.errors import (
+    DeviceError,
     EngineError,
     InvalidParameterError,
     InvalidPromptError,
@@ -31,7 +32,7 @@ def test_every_refusal_of_a_request_is_caught_as_request_error_and_as_value_erro
     assert issubclass(kind, EngineError)
 
 
-@pytest.mark.parametrize("kind", [StartupError, InvariantError])
+@pytest.mark.parametrize("kind", [DeviceError, StartupError, InvariantError])
 def test_faults_that_are_not_the_callers_are_never_request_errors(kind: type[Exception]) -> None:
     assert not issubclass(kind, RequestError)
 

@@ -121,6 +121,21 @@ def test_requests_that_end_in_their_first_step_leave_nothing_behind() -> None:
     rig.finish()
 
 
+@pytest.mark.parametrize("mode", list(CacheMode))
+def test_no_book_is_longer_than_its_pool_after_many_requests(mode: CacheMode) -> None:
+    rig = make_rig(mode=mode, num_slots=6, num_blocks=12, interval=4)
+    for number in range(400):
+        rig.add(f"r{number}", [number % 50, number // 50, *PROMPT[: number % 9]], max_tokens=1 + number % 2)
+        if number % 2:
+            rig.run()
+    scheduler, holdings = rig.scheduler, rig.scheduler.holdings
+    assert (holdings.checkpoints.num_evicted > 0) == (mode is not CacheMode.NONE)
+    longest = {scheduler: 0, scheduler._queues: 0, holdings: 4, holdings.blocks: 12, holdings.checkpoints: 6}
+    for owner, most in longest.items():
+        books = {name: len(book) for name, book in vars(owner).items() if hasattr(book, "__len__")}
+        assert max(books.values(), default=0) <= most, books
+
+
 # Reset.
 
 

@@ -188,6 +188,43 @@ def test_every_turn_of_a_conversation_reuses_the_turns_before(mode: CacheMode, n
 
 
 @pytest.mark.parametrize("num_drafts", [0, 3])
+@pytest.mark.parametrize("mode", MODES)
+def test_going_back_in_a_conversation_hits_a_state_that_was_saved_there(mode: CacheMode, num_drafts: int) -> None:
+    """A state cannot be cut: to answer again, or to edit the last message, starts from the checkpoint before."""
+    pair = Pair(mode, num_drafts)
+    first = pair.ask(PROMPT, 6)
+    second = [*first.tokens, *TAIL, 40, 41]
+    answered = pair.ask(second, 9)
+    again = pair.ask(second, 9)
+    assert again.num_cached == floor(len(second) - 1)
+    assert again.tokens == answered.tokens
+    edited = pair.ask([*first.tokens, 45, 46, 47], 9)
+    assert edited.num_cached == floor(len(first.tokens) - 1)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_conversations_that_take_turns_all_keep_their_newest_state(mode: CacheMode) -> None:
+    """Slots hold what six of them save in one turn, and little more: older states go, but nobody loses the newest."""
+    rig = CoreRig(mode=mode, vocabulary=50, num_slots=22, num_blocks=200, budget=64)
+    texts = {number: [number, *PROMPT] for number in range(6)}
+    for turn in range(3):
+        for number, text in texts.items():
+            request = rig.serve(f"turn {turn} of {number}", text, max_tokens=6)
+            assert request.num_cached == (floor(len(text) - 4 - 1) if turn else 0)
+            texts[number] = [*request.tokens, 40, 41, 42]
+    assert rig.scheduler.holdings.checkpoints.num_evicted > 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_prefix_shorter_than_a_block_is_a_miss_that_is_counted(mode: CacheMode) -> None:
+    rig = CoreRig(mode=mode, vocabulary=50)
+    for number in range(2):
+        assert rig.serve(f"r{number}", PROMPT[: SIZE - 1], max_tokens=1).num_cached == 0
+    counts = rig.scheduler.counts
+    assert (counts.queried_tokens, counts.hit_tokens) == (2 * (SIZE - 1), 0)
+
+
+@pytest.mark.parametrize("num_drafts", [0, 3])
 def test_a_long_answer_retires_neither_the_prompt_nor_the_turn(num_drafts: int) -> None:
     pair = Pair(CacheMode.ALIGN, num_drafts, num_slots=5)  # two for the prompt, one to run in, one for the turn
     prompt = PROMPT[:12]

@@ -1,0 +1,190 @@
+"""POST /v1/completions."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import msgspec
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
+
+from gdn_jax.serving.http.backend import Backend, Tokens
+from gdn_jax.serving.http.bodies import decode, read_body
+from gdn_jax.serving.http.deltas import Delta
+from gdn_jax.serving.http.errors import invalid
+from gdn_jax.serving.http.generation import Job, run
+from gdn_jax.serving.http.logprobs import CompletionLogprobs, TokenNames
+from gdn_jax.serving.http.records import record_of
+from gdn_jax.serving.http.sampling import MAX_CHOICES, completion_params, refuse_unsupported
+from gdn_jax.serving.http.schemas import CompletionRequest
+from gdn_jax.serving.http.state import ServerState
+from gdn_jax.serving.http.streaming import Choice, encode, new_id
+from gdn_jax.serving.prompts import EncodedPrompt
+
+PATH = "/v1/completions"
+_decoder = msgspec.json.Decoder(CompletionRequest)
+
+
+class Completions:
+    """The endpoint."""
+
+    def __init__(self, state: ServerState) -> None:
+        """Serve for a server."""
+        self._state = state
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request.
+
+        Raises:
+            HTTPError: it is refused.
+            RequestError: the same, by the engine.
+        """
+        state, request = self._state, Request(scope, receive)
+        record_of(scope).path = PATH
+        backend = state.serving()
+        body = await read_body(request, limit=state.config.max_body_bytes, timeout=state.config.body_timeout)
+        asked = decode(body, _decoder)
+        state.check_model(asked.model)
+        await run(_job(asked, backend, state), state, request, send)
+
+
+def _job(asked: CompletionRequest, backend: Backend, state: ServerState) -> Job:
+    refuse_unsupported(asked)
+    params = completion_params(asked, state.defaults)
+    prompts = as_prompts(asked.prompt)
+    if len(prompts) * params.n > MAX_CHOICES:
+        words = f"prompts times n must be at most {MAX_CHOICES}"
+        raise invalid(f"{words}; got {len(prompts)} times {params.n}; send several requests", "n")
+    answer_id = new_id("cmpl")
+
+    def form(encoded: Sequence[EncodedPrompt]) -> CompletionForm:
+        """Write answers to these prompts."""
+        tokens = backend.get_tokenizer()
+        echoed = [text_of(one, tokens) for one in encoded] if asked.echo else [""] * len(encoded)
+        return CompletionForm(
+            answer_id=answer_id,
+            model=state.names[0],
+            echoed=[text for text in echoed for _ in range(params.n)],
+            num_top=params.logprobs,
+            tokens=tokens,
+            names=TokenNames(tokens, as_ids=bool(asked.return_tokens_as_token_ids)),
+        )
+
+    return Job(
+        answer_id=answer_id,
+        num_prompts=len(prompts),
+        encode=lambda: [backend.encode(prompt) for prompt in prompts],
+        size=sum(map(len, prompts)),
+        params=params,
+        fields=asked,
+        form=form,
+        hides_tokens=bool(asked.echo) and asked.max_tokens == 0,
+    )
+
+
+def text_of(prompt: EncodedPrompt, tokens: Tokens) -> str:
+    """Return a prompt's text, also if it came as token ids."""
+    return tokens.decode(prompt.token_ids, skip_special_tokens=False) if prompt.text is None else prompt.text
+
+
+def as_prompts(given: str | list[object]) -> list[str | list[int]]:
+    """Return the prompts of the four forms: text, texts, token ids, lists of token ids.
+
+    Raises:
+        HTTPError: another form.
+    """
+    if isinstance(given, str):
+        return [given]
+    if given and _are_ids(given):
+        return [cast("list[int]", given)]
+    if not given or not (all(isinstance(item, str) for item in given) or all(map(_are_ids, given))):
+        raise invalid(
+            f"prompt must be a text, token ids, a list of texts, or lists of token ids; got {_short(given)}",
+            "prompt",
+        )
+    return cast("list[str | list[int]]", given)
+
+
+def _are_ids(value: object) -> bool:
+    if not isinstance(value, list):
+        return False
+    return all(isinstance(item, int) and not isinstance(item, bool) for item in cast("list[object]", value))
+
+
+def _short(given: list[object]) -> str:
+    """Quote a list without going down into it, as far as its client may have nested it."""
+    return f"a list of {len(given)}, the first of type {type(given[0]).__name__}" if given else "an empty list"
+
+
+@dataclass(kw_only=True, eq=False)
+class CompletionForm:
+    """Writes text completions."""
+
+    answer_id: str
+    model: str
+    echoed: list[str]  # by choice: what stands before its text
+    num_top: int | None
+    tokens: Tokens
+    names: TokenNames
+
+    def __post_init__(self) -> None:
+        self._created = int(time.time())
+        head = {"id": self.answer_id, "object": "text_completion", "created": self._created, "model": self.model}
+        self._head = b"data: " + encode(head)[:-1] + b',"choices":['
+        self._logprobs = [
+            CompletionLogprobs(self.names, self.tokens, self.num_top or 0, len(text)) for text in self.echoed
+        ]
+
+    def opening(self, tail: bytes) -> bytes:
+        """Return the prompts, if they are to be echoed."""
+        return b"".join(
+            self._event(choice, encode(text), b"null", b"null", tail) for choice, text in enumerate(self.echoed) if text
+        )
+
+    def _event(self, choice: int, text: bytes, logprobs: bytes, finish: bytes, tail: bytes) -> bytes:
+        parts = (
+            self._head, b'{"index":%d,"text":' % choice, text, b',"logprobs":', logprobs, b',"finish_reason":', finish,
+            b"}]", tail, b"}\n\n",
+        )  # fmt: skip
+        return b"".join(parts)
+
+    def event(self, delta: Delta, tail: bytes) -> bytes:
+        """Return the events for a delta; nothing for tokens that complete no character."""
+        events = b""
+        if delta.text or (delta.logprobs and delta.token_ids):
+            logprobs = b"null"
+            if delta.logprobs is not None:
+                logprobs = encode(self._logprobs[delta.choice].write(delta.token_ids, delta.logprobs))
+            events = self._event(delta.choice, encode(delta.text), logprobs, b"null", tail)
+        if delta.finish_reason is not None:
+            finish = b'"%s","stop_reason":%s' % (delta.finish_reason.encode(), encode(delta.stop_reason))
+            events += self._event(delta.choice, b'""', b"null", finish, tail)
+        return events
+
+    def last(self, tail: bytes) -> bytes:
+        """Return the event with the usage."""
+        return self._head + b"]" + tail + b"}\n\n"
+
+    def whole(self, choices: Sequence[Choice], usage: dict[str, object]) -> bytes:
+        """Return the body of an answer that is not streamed."""
+        return encode(
+            {
+                "id": self.answer_id,
+                "object": "text_completion",
+                "created": self._created,
+                "model": self.model,
+                "choices": [self._choice(index, choice) for index, choice in enumerate(choices)],
+                "usage": usage,
+            }
+        )
+
+    def _choice(self, index: int, choice: Choice) -> dict[str, object]:
+        asked = self.num_top is not None
+        return {
+            "index": index,
+            "text": self.echoed[index] + "".join(choice.text),
+            "logprobs": self._logprobs[index].write(choice.token_ids, choice.logprobs) if asked else None,
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+        }

@@ -1,0 +1,50 @@
+"""Engine outputs as what is new in them: one Delta per choice that got something.
+
+`wanted` asks the engine for a form of output and `deltas_of` reads that form; nothing else knows it.
+"""
+
+from dataclasses import dataclass, replace
+
+from gdn_jax.serving.outputs import PositionLogprobs, RequestOutput
+from gdn_jax.serving.sampling_params import RequestOutputKind, SamplingParams
+
+
+@dataclass(slots=True, eq=False)
+class Delta:
+    """What one step gave one choice.
+
+    Attributes:
+        choice: its index in the answer.
+        text: new characters.
+        token_ids: new tokens.
+        logprobs: a report for each; None unless asked for.
+        finish_reason: None while it goes on.
+        stop_reason: the stop string or token that ended it, if one did.
+    """
+
+    choice: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[PositionLogprobs] | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+
+def wanted(params: SamplingParams) -> SamplingParams:
+    """Return parameters that make each output of the engine hold what is new, and no more."""
+    return replace(params, output_kind=RequestOutputKind.DELTA)
+
+
+def deltas_of(output: RequestOutput, first_choice: int) -> list[Delta]:
+    """Return what is new for the choices of one prompt, which are numbered from `first_choice`."""
+    return [
+        Delta(
+            first_choice + completion.index,
+            completion.text,
+            completion.token_ids,
+            completion.logprobs,
+            completion.finish_reason,
+            completion.stop_reason,
+        )
+        for completion in output.outputs
+    ]

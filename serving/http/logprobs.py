@@ -1,0 +1,102 @@
+"""Log probabilities in the two shapes that clients know: entries per token for chat, parallel lists for completions.
+
+A token that is only part of a character has no text of its own: its `bytes` are exact, and where only a name can be
+given it is `bytes:` with the bytes in hexadecimal escapes, so that two such tokens stay apart.
+"""
+
+import codecs
+from collections.abc import Sequence
+from math import isfinite
+
+from gdn_jax.serving.http.backend import Tokens
+from gdn_jax.serving.outputs import Logprob, PositionLogprobs
+
+_LEAST = -9999.0  # JSON has no infinity
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
+
+
+class TokenNames:
+    """Writes tokens as text."""
+
+    def __init__(self, tokens: Tokens, *, as_ids: bool) -> None:
+        """Write them as `token_id:N` if `as_ids`, which no two tokens share."""
+        self._tokens, self._as_ids = tokens, as_ids
+
+    def name(self, token_id: int) -> str:
+        """Return a token's text."""
+        if self._as_ids:
+            return f"token_id:{token_id}"
+        raw = self._tokens.token_bytes(token_id)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+    def bytes(self, token_id: int) -> list[int]:
+        """Return the bytes that it adds to the text."""
+        return list(self._tokens.token_bytes(token_id))
+
+
+def chat_entries(
+    token_ids: Sequence[int], reports: Sequence[PositionLogprobs], num_top: int, names: TokenNames
+) -> list[dict[str, object]]:
+    """Return `logprobs.content` of chat: one entry per token, each with its `num_top` likeliest alternatives."""
+
+    def entry(token_id: int, found: Logprob) -> dict[str, object]:
+        """Return one token's."""
+        return {"token": names.name(token_id), "logprob": _finite(found.logprob), "bytes": names.bytes(token_id)}
+
+    return [
+        {
+            **entry(token_id, report[token_id]),
+            "top_logprobs": [entry(other, found) for other, found in _top(report, num_top)],
+        }
+        for token_id, report in zip(token_ids, reports, strict=True)
+    ]
+
+
+class CompletionLogprobs:
+    """Writes `logprobs` of completions for one choice, whose offsets count on from what was written before."""
+
+    def __init__(self, names: TokenNames, tokens: Tokens, num_top: int, start: int) -> None:
+        """Begin at a character.
+
+        Args:
+            names: writes tokens.
+            tokens: knows their bytes.
+            num_top: alternatives per token.
+            start: offset of the first token: the length of the echoed prompt.
+        """
+        self._names, self._tokens, self._num_top = names, tokens, num_top
+        self._decoder = _Utf8Decoder(errors="replace")
+        self._offset = start
+
+    def write(self, token_ids: Sequence[int], reports: Sequence[PositionLogprobs]) -> dict[str, object]:
+        """Return the four lists for the next tokens."""
+        offsets: list[int] = []
+        for token_id in token_ids:
+            offsets.append(self._offset)
+            if not self._tokens.is_special(token_id):
+                self._offset += len(self._decoder.decode(self._tokens.token_bytes(token_id)))
+        names = self._names
+        return {
+            "tokens": [names.name(token_id) for token_id in token_ids],
+            "token_logprobs": [
+                _finite(report[token_id].logprob) for token_id, report in zip(token_ids, reports, strict=True)
+            ],
+            "top_logprobs": [
+                {names.name(other): _finite(found.logprob) for other, found in _top(report, self._num_top)}
+                for report in reports
+            ],
+            "text_offset": offsets,
+        }
+
+
+def _top(report: PositionLogprobs, count: int) -> list[tuple[int, Logprob]]:
+    """Return the likeliest tokens, likeliest first; the chosen one is among them only if it is one of them."""
+    ranked = sorted(report.items(), key=lambda item: item[1].rank or 0)
+    return [(token_id, found) for token_id, found in ranked if (found.rank or 0) <= count]
+
+
+def _finite(logprob: float) -> float:
+    return logprob if isfinite(logprob) else _LEAST

@@ -1,0 +1,173 @@
+"""Answers on the wire: server-sent events as they come, or one body at the end. Both are made from the same deltas.
+
+An event's bytes are joined by hand around the few parts that change; encoding a whole object for every token would cost
+more than everything else the server does for it.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+import msgspec
+from starlette.types import Scope, Send
+
+from gdn_jax.serving.http.deltas import Delta
+from gdn_jax.serving.http.errors import Refusal
+from gdn_jax.serving.http.middleware import send_json, send_refusal
+from gdn_jax.serving.http.records import Record, fresh_hex, record_of
+from gdn_jax.serving.outputs import PositionLogprobs
+
+encode = msgspec.json.Encoder().encode
+_DONE = b"data: [DONE]\n\n"
+_LAST_WORDS = 1.0  # seconds for an error event on a connection that may be stuck
+
+
+@dataclass(kw_only=True, eq=False)
+class Choice:
+    """One choice as far as it has come."""
+
+    text: list[str] = field(default_factory=list[str])
+    token_ids: list[int] = field(default_factory=list[int])
+    logprobs: list[PositionLogprobs] = field(default_factory=list[PositionLogprobs])
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@runtime_checkable
+class Form(Protocol):
+    """An endpoint's way to write answers."""
+
+    def opening(self, tail: bytes) -> bytes:
+        """Return the events before the first token, each with `tail` as in `event`."""
+        ...
+
+    def event(self, delta: Delta, tail: bytes) -> bytes:
+        """Return the events for a delta, each with `tail` between its choices and its end; none if it shows nothing."""
+        ...
+
+    def last(self, tail: bytes) -> bytes:
+        """Return the event after the last token, without choices and with `tail`, which is the usage."""
+        ...
+
+    def whole(self, choices: Sequence[Choice], usage: dict[str, object]) -> bytes:
+        """Return the body of an answer that is not streamed."""
+        ...
+
+
+def new_id(kind: str) -> str:
+    """Return a name for an answer that no other one has."""
+    return f"{kind}-{fresh_hex()}"
+
+
+@runtime_checkable
+class Sink(Protocol):
+    """Where a request's deltas go."""
+
+    async def take(self, deltas: Sequence[Delta]) -> None:
+        """Take what one step gave."""
+        ...
+
+    async def finish(self) -> None:
+        """End the answer."""
+        ...
+
+    async def fail(self, refusal: Refusal) -> None:
+        """End it with an error."""
+        ...
+
+
+def usage_of(record: Record) -> dict[str, object]:
+    """Return how many tokens a request took."""
+    return {
+        "prompt_tokens": record.prompt_tokens,
+        "completion_tokens": record.completion_tokens,
+        "total_tokens": record.prompt_tokens + record.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": record.cached_tokens},
+    }
+
+
+class EventSink:
+    """Streams events. The answer begins with the first tokens, so that what is refused before them has its status."""
+
+    def __init__(self, form: Form, scope: Scope, send: Send, *, with_usage: bool, with_usage_always: bool) -> None:
+        """Stream to a client.
+
+        Args:
+            form: writes events.
+            scope: the request's.
+            send: takes messages.
+            with_usage: one more event at the end says how many tokens it was.
+            with_usage_always: every event does.
+        """
+        self._form, self._scope, self._send = form, scope, send
+        self._with_usage, self._with_usage_always = with_usage, with_usage_always
+        self._record = record_of(scope)
+        self._begun = False
+
+    def _tail(self) -> bytes:
+        if self._with_usage_always:
+            return b',"usage":' + encode(usage_of(self._record))
+        return b',"usage":null' if self._with_usage else b""
+
+    async def _write(self, body: bytes, *, more: bool) -> None:
+        if not self._begun:
+            self._begun = True
+            body = self._form.opening(self._tail()) + body
+            headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+            # a proxy that gathers the body would take the stream apart again
+            headers.append((b"x-accel-buffering", b"no"))
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+
+    async def take(self, deltas: Sequence[Delta]) -> None:
+        """Send what one step gave, in one piece."""
+        tail = self._tail()
+        body = b"".join([self._form.event(delta, tail) for delta in deltas])
+        if body:
+            await self._write(body, more=True)
+
+    async def finish(self) -> None:
+        """Send the usage if asked for, and the end of the stream."""
+        last = b""
+        if self._with_usage or self._with_usage_always:
+            last = self._form.last(b',"usage":' + encode(usage_of(self._record)))
+        await self._write(last + _DONE, more=False)
+
+    async def fail(self, refusal: Refusal) -> None:
+        """Send an error: with its status, or as the last event of a stream that has begun."""
+        if not self._begun:
+            await send_refusal(refusal, self._scope, self._send)
+            return
+        try:
+            async with asyncio.timeout(_LAST_WORDS):
+                await self._write(b"data: " + refusal.body() + b"\n\n", more=False)
+        except TimeoutError:
+            return  # the client does not read; the server cuts an answer without an end
+
+
+class BodySink:
+    """Gathers everything and sends one body."""
+
+    def __init__(self, form: Form, scope: Scope, send: Send, num_choices: int) -> None:
+        """Answer a client with `num_choices` choices."""
+        self._form, self._scope, self._send = form, scope, send
+        self._record = record_of(scope)
+        self._choices = [Choice() for _ in range(num_choices)]
+
+    async def take(self, deltas: Sequence[Delta]) -> None:
+        """Gather what one step gave."""
+        for delta in deltas:
+            choice = self._choices[delta.choice]
+            choice.text.append(delta.text)
+            choice.token_ids += delta.token_ids
+            choice.logprobs += delta.logprobs or []
+            choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
+
+    async def finish(self) -> None:
+        """Send the body."""
+        await send_json(self._form.whole(self._choices, usage_of(self._record)), self._send)
+
+    async def fail(self, refusal: Refusal) -> None:
+        """Send the error instead."""
+        await send_refusal(refusal, self._scope, self._send)
