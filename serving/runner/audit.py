@@ -84,7 +84,7 @@ class Recomputation:
         self._static, self._params, self._state = static, params, state
         self._block_size = block_size
         self._table = _int32([range(1, max_blocks + 1)])
-        self._sampling = LaneSampling(0).gather([], 1)
+        self._sampling = LaneSampling(0).gather(np.zeros((1,), np.int32))
 
     def pools(self, tokens: Sequence[int], num_blocks: int) -> Iterator[Pools]:
         """Yield the pools after each of the first `num_blocks` blocks.

@@ -4,6 +4,7 @@ Block tables and sampling parameters follow a request, not a row: they are kept 
 """
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,10 @@ from gdn_jax.state import AdvanceBatch, PrefillBatch
 
 
 class BlockTables:
-    """Each lane's block ids in position order, updated by the new blocks that plans carry."""
+    """Each lane's block ids in position order, updated by the new blocks that plans carry.
+
+    One more lane behind the others stands for padding: its table is empty for good.
+    """
 
     def __init__(self, num_lanes: int, num_blocks: int) -> None:
         """Create empty tables.
@@ -24,8 +28,9 @@ class BlockTables:
             num_lanes: lanes.
             num_blocks: blocks that the longest sequence may own.
         """
-        self._table = np.zeros((num_lanes, num_blocks), np.int32)
-        self._length = np.zeros((num_lanes,), np.int32)
+        self.num_lanes = num_lanes
+        self._table = np.zeros((num_lanes + 1, num_blocks), np.int32)
+        self._length = np.ones((num_lanes + 1,), np.int32)  # no table is narrower than one block
 
     def extend(self, row: RowPlan) -> None:
         """Take over a row's new blocks; a start of 0 replaces the table."""
@@ -38,13 +43,17 @@ class BlockTables:
             table[end:] = 0
         self._length[row.lane] = end
 
-    def gather(self, rows: Sequence[RowPlan], num_rows: int, widths: Sequence[int]) -> np.ndarray:
-        """Return `[num_rows, width]` for the smallest width that holds every row's table."""
-        lanes = np.asarray([row.lane for row in rows], np.int32)
-        width = fit(widths, int(self._length[lanes].max(initial=1)))
-        tables = np.zeros((num_rows, width), np.int32)
-        tables[: len(rows)] = self._table[lanes, :width]
-        return tables
+    def gather(self, lane: np.ndarray, widths: Sequence[int]) -> np.ndarray:
+        """Return a copy `[rows, width]` of the lanes' tables, for the smallest width that holds each of them."""
+        width = fit(widths, int(self._length[lane].max()))
+        return self._table[:, :width].take(lane, axis=0)
+
+
+def padded_lanes(rows: Sequence[RowPlan], num_rows: int, num_lanes: int) -> np.ndarray:
+    """Return the rows' lanes, padded with the one past the end, which stores nothing."""
+    lane = np.full((num_rows,), num_lanes, np.int32)
+    lane[: len(rows)] = [row.lane for row in rows]
+    return lane
 
 
 def prefill_groups(rows: Sequence[RowPlan], buckets: Buckets) -> list[list[RowPlan]]:
@@ -87,38 +96,43 @@ def build_prefill(rows: Sequence[RowPlan], tables: BlockTables, buckets: Buckets
             write_slot=_leaf(fields[4]),
             export_slot=_leaf(exports),
         ),
-        block_tables=_leaf(tables.gather(rows, num_rows, buckets.table_blocks)),
+        block_tables=_leaf(tables.gather(padded_lanes(rows, num_rows, tables.num_lanes), buckets.table_blocks)),
     )
 
 
-def build_advance(
-    rows: Sequence[RowPlan], tables: BlockTables, buckets: Buckets, *, window: int, num_lanes: int
-) -> AdvanceBatch:
+def build_advance(rows: Sequence[RowPlan], tables: BlockTables, buckets: Buckets, *, window: int) -> AdvanceBatch:
     """Put decode, verify and closing rows into one batch of windows; drafts are filled in on the device."""
     num_rows = fit(buckets.advance_rows, len(rows))
-    lane = np.full((num_rows,), num_lanes, np.int32)  # past the end: a padding row stores nothing
-    lane[: len(rows)] = [row.lane for row in rows]
-    padding = (0,) * window
     token_ids = np.zeros((num_rows, window), np.int32)
     fields = np.zeros((len(_ADVANCE_FIELDS), num_rows), np.int32)
-    if rows:  # one array from many numbers at once: an assignment per row costs a microsecond each
-        token_ids[: len(rows)] = [(row.tokens + padding)[:window] for row in rows]
-        fields[:, : len(rows)] = np.asarray([_advance_fields(row) for row in rows], np.int32).T
+    # All numbers at once: an assignment per row and field would take most of a step's host time.
+    numbers = [
+        (
+            row.read_anchor,
+            row.write_anchor,
+            row.start - row.num_replay,
+            row.num_replay,
+            len(row.tokens) + row.num_drafts,
+            row.tokens[0] if row.tokens else 0,
+        )
+        for row in rows
+    ]
+    by_field = np.fromiter(chain.from_iterable(numbers), np.int32).reshape(len(rows), 6).T
+    fields[:5, : len(rows)] = by_field[:5]
+    token_ids[: len(rows), 0] = by_field[5]
+    for index, row in enumerate(rows):
+        if row.exports:
+            fields[5:, index] = row.exports[0].slot, row.exports[0].boundary
+    lane = padded_lanes(rows, num_rows, tables.num_lanes)
     return AdvanceBatch(
         token_ids=_leaf(token_ids),
         rows=AdvanceRows(**dict(zip(_ADVANCE_FIELDS, map(_leaf, fields), strict=True))),
         lane=_leaf(lane),
-        block_tables=_leaf(tables.gather(rows, num_rows, buckets.table_blocks)),
+        block_tables=_leaf(tables.gather(lane, buckets.table_blocks)),
     )
 
 
-_ADVANCE_FIELDS = ("read_slot", "write_slot", "save_slot", "save_at", "folded", "num_replay", "num_new")
-
-
-def _advance_fields(row: RowPlan) -> tuple[int, ...]:
-    slot, boundary = (row.exports[0].slot, row.exports[0].boundary) if row.exports else (0, 0)
-    counts = (row.start - row.num_replay, row.num_replay, len(row.tokens) + row.num_drafts)
-    return row.read_anchor, row.write_anchor, slot, boundary, *counts
+_ADVANCE_FIELDS = ("read_slot", "write_slot", "folded", "num_replay", "num_new", "save_slot", "save_at")
 
 
 def _leaf(array: np.ndarray) -> Any:

@@ -4,13 +4,13 @@ They are constant over a request's life, so a step sends lane numbers and nothin
 again when one of its lanes has changed. Every array has one shape for good: nothing a request asks for compiles anew.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
 
-from gdn_jax.serving.core.plan import RowPlan
 from gdn_jax.serving.runner.sampling import LaneParameters, RowSampling, SampledRows, pack_rows
 
 MAX_BANNED = 1024  # most banned ids of a request; a step takes as many as its rows need (see sampling.py)
@@ -28,8 +28,8 @@ class LaneSampling:
             **{name: np.array(array) for name, array in vars(nobody).items()},
             "wants_logprobs": np.zeros((num_lanes + 1,), np.bool_),
         }
-        self._changed = set(self._host)
-        self._device: dict[str, Any] = {}
+        self._changed = set[str]()
+        self._parameters = LaneParameters(**self._on_device(self._host))
 
     def assign(self, lane: int, row: RowSampling, num_logprobs: int | None) -> None:
         """Give a lane to a request."""
@@ -48,12 +48,14 @@ class LaneSampling:
         """Return how many alternatives the lane's request wants; None for no log probabilities."""
         return self._num_top[lane]
 
-    def gather(self, rows: Sequence[RowPlan], num_rows: int) -> SampledRows:
-        """Return the rows' lanes, padded with the one that nobody uses, and the parameters of all lanes."""
-        for name in self._changed:
-            # A copy, since on a CPU the device may keep the very array that the next request changes.
-            self._device[name] = jax.device_put(self._host[name].copy())
-        self._changed.clear()
-        lane: Any = np.full((num_rows,), self._num_lanes, np.int32)
-        lane[: len(rows)] = [row.lane for row in rows]
-        return SampledRows(lanes=LaneParameters(**self._device), lane=lane)
+    def gather(self, lane: np.ndarray) -> SampledRows:
+        """Return the rows on these lanes, with the parameters of all lanes; the last lane is for padding."""
+        if self._changed:
+            self._parameters = replace(self._parameters, **self._on_device(self._changed))
+            self._changed.clear()
+        rows: Any = lane
+        return SampledRows(lanes=self._parameters, lane=rows)
+
+    def _on_device(self, names: Iterable[str]) -> dict[str, Any]:
+        # Copies, since on a CPU the device may keep the very array that the next request changes.
+        return {name: jax.device_put(self._host[name].copy()) for name in names}

@@ -12,6 +12,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 
 from gdn_jax.model import LanguageModel
@@ -20,7 +21,7 @@ from gdn_jax.serving.core.plan import Phase, RowPlan, RowResult, StepPlan, StepR
 from gdn_jax.serving.core.request import RequestId
 from gdn_jax.serving.runner.audit import TOLERANCE, Auditor, Recomputation
 from gdn_jax.serving.runner.buckets import Buckets
-from gdn_jax.serving.runner.inputs import BlockTables, build_advance, build_prefill, prefill_groups
+from gdn_jax.serving.runner.inputs import BlockTables, build_advance, build_prefill, padded_lanes, prefill_groups
 from gdn_jax.serving.runner.lanes import LaneSampling
 from gdn_jax.serving.runner.outputs import StepOutputs, describe_token, unpack
 from gdn_jax.serving.runner.sampling import RowSampling
@@ -162,13 +163,13 @@ class Runner:
 
     def _prefill(self, rows: Sequence[RowPlan], buckets: Buckets) -> Array:
         batch = build_prefill(rows, self._tables, buckets, self._sizes.block_size)
-        sampling = self._lanes.gather(rows, batch.rows.length.shape[0])
+        sampling = self._lanes.gather(padded_lanes(rows, batch.rows.length.shape[0], self._sizes.num_lanes))
         words, self._state = prefill_step(self._static, self._params, self.state, batch, sampling)
         return words
 
     def _advance(self, rows: Sequence[RowPlan], buckets: Buckets) -> Array:
-        batch = build_advance(rows, self._tables, buckets, window=self._sizes.window, num_lanes=self._sizes.num_lanes)
-        sampling = self._lanes.gather(rows, batch.lane.shape[0])
+        batch = build_advance(rows, self._tables, buckets, window=self._sizes.window)
+        sampling = self._lanes.gather(np.asarray(batch.lane))
         words, self._state = advance_step(self._static, self._params, self.state, batch, sampling)
         return words
 

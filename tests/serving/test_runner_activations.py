@@ -18,7 +18,7 @@ from gdn_jax.kernels.dispatch import Implementation
 from gdn_jax.model import abstract_model
 from gdn_jax.serving.runner.activations import advance_bytes, prefill_bytes
 from gdn_jax.serving.runner.buckets import Buckets
-from gdn_jax.serving.runner.inputs import BlockTables, build_advance, build_prefill
+from gdn_jax.serving.runner.inputs import BlockTables, build_advance, build_prefill, padded_lanes
 from gdn_jax.serving.runner.lanes import LaneSampling
 from gdn_jax.serving.runner.memory import MemoryRequest, activation_bytes
 from gdn_jax.serving.runner.steps import StepStatic, advance_step, prefill_step
@@ -51,11 +51,11 @@ def assigned(config: ModelConfig, *, num_tokens: int = 0, num_rows: int) -> int:
     pools: dict[str, Any] = {"num_slots": 9, "num_pages": 9, "num_lanes": LANES, "window": 1}
     state = make_state(config, dtype=jnp.dtype("float32"), **pools)
     shape = Buckets(prefill=((num_tokens, num_rows),), advance_rows=(num_rows,), table_blocks=(WIDTH,))
-    tables, sampling = BlockTables(LANES, WIDTH), LaneSampling(LANES).gather([], num_rows)
+    tables, sampling = BlockTables(LANES, WIDTH), LaneSampling(LANES).gather(padded_lanes([], num_rows, LANES))
     if num_tokens:
         step, batch = prefill_step, build_prefill([], tables, shape, 64)
     else:
-        step, batch = advance_step, build_advance([], tables, shape, window=1, num_lanes=LANES)
+        step, batch = advance_step, build_advance([], tables, shape, window=1)
     # Leaves alone, as lowering puts descriptions in an argument's place, and those fail the check of annotations.
     leaves, structure = jax.tree.flatten((tuple(params), state, batch, sampling))
     first = len(params)

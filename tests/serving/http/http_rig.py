@@ -25,7 +25,7 @@ class LiveServer:
     def __init__(self, make_backend: Callable[[], Backend], config: ServerConfig, model: str) -> None:
         self.state = ServerState(config, model)
         self.server = Server(make_backend, self.state)
-        self.client = httpx.Client(timeout=30, verify=False)
+        self.client = httpx.Client(timeout=240, verify=False)
         self._thread = threading.Thread(target=self.server.run, daemon=True)
 
     def start(self, *, until: str) -> None:

@@ -73,7 +73,7 @@ def test_answers_are_those_of_the_python_api_alone_or_together(tiny: LiveServer)
     assert list(texts_of(answer).values()) == expected
 
     async def together() -> list[str]:
-        async with httpx.AsyncClient(timeout=60) as client:
+        async with httpx.AsyncClient(timeout=240) as client:
             bodies = [{"prompt": prompt, "max_tokens": 10, **GREEDY} for prompt in prompts]
             asked = await asyncio.gather(*(client.post(tiny.url + COMPLETIONS, json=body) for body in bodies))
             return [texts_of(answer.json())[0] for answer in asked]
@@ -94,7 +94,7 @@ def test_after_disconnects_every_slot_is_back_and_a_greedy_answer_unchanged(tiny
         asking.cancel()
 
     async def crowd() -> None:
-        async with httpx.AsyncClient(timeout=60) as client:
+        async with httpx.AsyncClient(timeout=240) as client:
             await asyncio.gather(*(leave_early(client, index) for index in range(30)))
 
     aborted = tiny.metric("gdn_jax_completions_total")
@@ -123,7 +123,7 @@ def test_what_the_engine_refuses_is_a_400_beside_a_request_that_goes_on(
     alone = texts_of(tiny.post(COMPLETIONS, neighbour).json())
 
     async def both() -> tuple[httpx.Response, httpx.Response]:
-        async with httpx.AsyncClient(timeout=60) as client:
+        async with httpx.AsyncClient(timeout=240) as client:
             beside = asyncio.create_task(client.post(tiny.url + COMPLETIONS, json=neighbour))
             await asyncio.sleep(0.02)
             return await client.post(tiny.url + COMPLETIONS, json=body), await beside
