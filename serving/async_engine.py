@@ -165,7 +165,9 @@ class AsyncEngine:
                 engine.add(request)
                 self._readers[request.request_id] = reader
         except BaseException:
-            self._abort([request.request_id for request in requests])
+            for request in requests:  # those before the refused one
+                if self._readers.pop(request.request_id, None) is not None:
+                    engine.withdraw(request.request_id)
             raise
 
     def _abort(self, request_ids: Sequence[str]) -> None:

@@ -14,6 +14,7 @@ from gdn_jax.serving.core.plan import RowCut, RowPlan, RowResult, StepPlan, Step
 from gdn_jax.serving.core.request import FinishReason, Request, RequestId
 from gdn_jax.serving.core.scheduler import Scheduler
 from gdn_jax.serving.cut import Cutter, TokenOutput
+from gdn_jax.serving.interrupts import second_interrupt_passes
 from gdn_jax.serving.runner.audit import Auditor, AuditSequence
 from gdn_jax.serving.runner.lanes import MAX_BANNED
 from gdn_jax.serving.runner.runner import RequestSampling, Runner
@@ -212,11 +213,16 @@ class Engine:
 
     def abort(self, request_id: str) -> bool:
         """Drop a request for good; returns whether it was live. It gets no further output."""
-        aborted = self._scheduler.abort(RequestId(request_id))
-        if aborted:
-            self._num_aborted += 1
+        was_live = self.withdraw(request_id)
+        self._num_aborted += was_live
+        return was_live
+
+    def withdraw(self, request_id: str) -> bool:
+        """Do as `abort` does and count nothing: for a request whose call was refused, so that no client left it."""
+        was_live = self._scheduler.abort(RequestId(request_id))
+        if was_live:
             self._forget(RequestId(request_id))
-        return aborted
+        return was_live
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix."""
@@ -236,8 +242,9 @@ class Engine:
         """Run one step; returns what each row's request got.
 
         A step that raises on the device fails its rows (finish reason ERROR), requeues the other running requests with
-        their tokens, and starts with empty pools and cache again. One that is interrupted (Ctrl-C) requeues all of them
-        and passes the interrupt on.
+        their tokens, and starts with empty pools and cache again. One that is interrupted on the device (Ctrl-C)
+        requeues all of them and passes the interrupt on. Everywhere else an interrupt would leave the books
+        half-written: a caller on the main thread holds them (`held_interrupts`), here and around every other call.
 
         Raises:
             InvariantError: a bug of ours; the engine cannot go on.
@@ -254,7 +261,8 @@ class Engine:
             _LOG.debug("%s", plan)
         self._num_steps += 1
         try:
-            result = self._runner.run(plan)
+            with second_interrupt_passes():  # a device that hangs can be left; books that are open cannot
+                result = self._runner.run(plan)
         except InvariantError:
             raise
         except Exception:  # whatever the device or its compiler says

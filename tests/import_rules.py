@@ -49,7 +49,7 @@ RULES = {
     "serving.sampling_params": _rule("serving.core.errors"),
     "serving.outputs": _rule("serving.core.errors"),
     "serving.cut": _rule("serving.core serving.text serving.sampling_params"),
-    "serving.engine": _rule(f"{_STEP} serving.cut serving.sampling_params"),
+    "serving.engine": _rule(f"{_STEP} serving.cut serving.sampling_params serving.interrupts"),
     "serving.async_engine": _rule(f"{_STEP} {_API} serving.engine serving.prompts serving.collector"),
     "serving.prompts": _rule("serving.core.errors serving.text"),
     "serving.collector": _rule(f"{_API} serving.core serving.text serving.engine serving.prompts"),
