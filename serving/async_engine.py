@@ -18,7 +18,8 @@ from functools import partial
 
 from gdn_jax.serving.collector import Collector
 from gdn_jax.serving.core.errors import EngineError, InvariantError
-from gdn_jax.serving.engine import Engine, EngineOutput, EngineRequest
+from gdn_jax.serving.engine import Engine
+from gdn_jax.serving.engine_types import EngineOutput, EngineRequest
 from gdn_jax.serving.outputs import RequestOutput
 
 _LOG = logging.getLogger(__name__)

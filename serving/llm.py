@@ -16,7 +16,7 @@ from tqdm import tqdm
 from gdn_jax.serving.collector import Collector
 from gdn_jax.serving.config import EngineConfig
 from gdn_jax.serving.core.errors import InvalidParameterError, InvariantError
-from gdn_jax.serving.engine import EngineStats
+from gdn_jax.serving.engine_types import EngineStats
 from gdn_jax.serving.intake import Intake, Options, one_per_prompt
 from gdn_jax.serving.interrupts import held_interrupts
 from gdn_jax.serving.outputs import RequestOutput

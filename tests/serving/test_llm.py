@@ -347,12 +347,13 @@ def _interrupts_raise() -> Iterator[None]:
 
 
 def interrupt_twice(function: Callable[..., object]) -> Callable[..., object]:
-    """Return a function that gets two interrupts at every call."""
+    """Return a function that gets one interrupt before it has done anything, and one when it has done all."""
 
     def interrupted(*given: object, **options: object) -> object:
-        for _ in range(2):
-            signal.raise_signal(signal.SIGINT)
-        return function(*given, **options)
+        signal.raise_signal(signal.SIGINT)
+        result = function(*given, **options)
+        signal.raise_signal(signal.SIGINT)
+        return result
 
     return interrupted
 
@@ -361,7 +362,7 @@ def inner_functions(llm: LLM) -> dict[str, tuple[object, str]]:
     """Where an interrupt may fall: one function in the middle of each part of a step."""
     scheduler, runner = parts_of(llm._engine)
     return {
-        "plan": (scheduler, "_try_admit"),
+        "plan": (scheduler.holdings, "try_admit"),
         "run": (runner, "before_step"),
         "cut": (llm._engine, "_cut"),
         "commit": (scheduler, "_commit_row"),
