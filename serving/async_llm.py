@@ -6,7 +6,7 @@ from contextlib import aclosing
 from gdn_jax.serving.async_engine import AsyncEngine
 from gdn_jax.serving.config import EngineConfig
 from gdn_jax.serving.core.errors import DuplicateRequestError
-from gdn_jax.serving.engine import EngineStats
+from gdn_jax.serving.engine_types import EngineStats
 from gdn_jax.serving.intake import Intake, Options
 from gdn_jax.serving.outputs import RequestOutput
 from gdn_jax.serving.prompts import EncodedPrompt, Message, Prompt

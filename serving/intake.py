@@ -11,7 +11,7 @@ from reprlib import repr as short_repr
 
 from gdn_jax.serving.collector import Collector
 from gdn_jax.serving.core.errors import InvalidParameterError, PromptTooLongError
-from gdn_jax.serving.engine import EngineRequest
+from gdn_jax.serving.engine_types import EngineRequest
 from gdn_jax.serving.prompts import EncodedPrompt, PromptReader
 from gdn_jax.serving.runner.sampling import derive_seed, sibling_seed
 from gdn_jax.serving.sampling_params import SamplingParams

@@ -8,7 +8,8 @@ from oracles.quick_engine import answer, audit, lasting, make_parts, parts_of
 from gdn_jax.serving.core.errors import DeviceError
 from gdn_jax.serving.core.plan import Phase, RowPlan
 from gdn_jax.serving.core.request import RequestId
-from gdn_jax.serving.engine import Engine, EngineRequest
+from gdn_jax.serving.engine import Engine
+from gdn_jax.serving.engine_types import EngineRequest
 
 LONG = list(range(1, 23))  # 22 tokens: three prefill steps at a budget of 8
 OTHER = [50, 51, 52]

@@ -8,7 +8,7 @@ from oracles.quick_engine import lasting, make_parts
 
 from gdn_jax import SamplingParams
 from gdn_jax.serving.core.errors import InvalidParameterError, PromptTooLongError
-from gdn_jax.serving.engine import EngineRequest
+from gdn_jax.serving.engine_types import EngineRequest
 from gdn_jax.serving.intake import Intake, Options, one_per_prompt
 from gdn_jax.serving.prompts import EncodedPrompt
 
