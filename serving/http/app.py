@@ -40,8 +40,8 @@ def create_app(state: ServerState) -> ASGIApp:
         Tokenize.PATH: Tokenize(state),
         Detokenize.PATH: Detokenize(state),
     }
-    routes = [Route(path, _Plain(app), methods=["GET"]) for path, app in reads.items()]
-    routes += [Route(path, app, methods=["POST"]) for path, app in writes.items()]
+    routes = [Route(path, app, methods=["POST"]) for path, app in writes.items()]  # tried in order, so these first
+    routes += [Route(path, _Plain(app), methods=["GET"]) for path, app in reads.items()]
     app: ASGIApp = Answering(Keys(Router(routes, redirect_slashes=False), state.config.keys()))
     if state.config.allowed_origins:
         app = CORSMiddleware(

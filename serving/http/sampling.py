@@ -83,6 +83,8 @@ def _params(
     request: SamplingFields, defaults: SamplingParams, chosen: Mapping[str, object], names: Mapping[str, str]
 ) -> SamplingParams:
     """Return the defaults with what was given; `names` are the fields' names in errors where they are not the same."""
+    if request.stream_options is not None and not request.stream:
+        raise invalid("stream_options must come with stream: true; set it, or leave both out", "stream_options")
     given = {name: value for name in _SAME if (value := getattr(request, name)) is not None}
     _check_stops(request)
     if request.logit_bias is not None:

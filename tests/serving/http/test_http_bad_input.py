@@ -65,6 +65,7 @@ OUT_OF_RANGE = [
     ("seed", "1"),
     ("stream", "yes"),
     ("stream_options", 1),
+    ("stream_options", {"include_usage": True}),
     ("priority", "high"),
     ("cache_salt", 5),
     ("ignore_eos", 1),
