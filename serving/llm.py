@@ -246,12 +246,12 @@ class LLM:
         try:
             yield collector.output()  # for `_start`
             while not collector.finished:
-                if (output := collector.news()) is not None:
+                if (output := self._news(collector)) is not None:
                     yield output
                 else:
                     self._step(collector)
             self._close()  # now: whoever has the last item need not ask for another
-            if (output := collector.news()) is not None:
+            if (output := self._news(collector)) is not None:
                 yield output
         finally:
             if not collector.finished:  # the reader left, perhaps in the middle of a step
@@ -262,6 +262,11 @@ class LLM:
                             self._abort_left()
                         finally:
                             self._lock.release()
+
+    def _news(self, collector: Collector) -> RequestOutput | None:
+        """Return what came, whole: another thread's step may be bringing more."""
+        with self._lock:
+            return collector.news()
 
     def _abort(self, collectors: Sequence[Collector]) -> None:
         """Drop what is left of these, if anything is."""

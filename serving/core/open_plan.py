@@ -33,7 +33,7 @@ class OpenPlan:
 
     @property
     def admits(self) -> bool:
-        """Whether the budget has room for a further prompt: a short one, or what a hit leaves of one, fits in any rest."""
+        """Whether the budget has room for a further prompt: a short one, or the end of one, fits in any rest."""
         return self.budget > 0
 
     def add(self, request: Request) -> None:

@@ -182,7 +182,11 @@ def test_a_short_request_behind_long_ones_runs_in_what_their_spans_leave_of_a_st
     assert [prefill for prefill in prefills if prefill] == [
         [("a", 0, 12)],
         [("a", 12, 24)],
-        [("a", 24, 25), ("b", 0, 8), ("c", 0, 3)],  # after a's last token b's span ends on the grid, and c takes the rest
+        [
+            ("a", 24, 25),
+            ("b", 0, 8),
+            ("c", 0, 3),
+        ],  # b's span ends on the grid, and c takes the rest
         [("b", 8, 20)],
         [("b", 20, 25)],
     ]
