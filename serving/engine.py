@@ -113,6 +113,12 @@ class Engine:
                 "name fewer, or leave min_tokens out",
                 parameter="stop_token_ids",
             )
+        if self._tokenizer is not None and set(banned).issuperset(range(self._tokenizer.num_tokens)):
+            raise InvalidParameterError(
+                f"stop_token_ids and end tokens must leave a token to draw with min_tokens; got all "
+                f"{self._tokenizer.num_tokens}; name fewer, or leave min_tokens out",
+                parameter="stop_token_ids",
+            )
         return banned
 
     def abort(self, request_id: str) -> bool:

@@ -96,8 +96,15 @@ class Intake:
             request_id: what the caller calls it, in outputs and log lines; None: its number.
 
         Raises:
-            RequestError: the prompt leaves no room, or a token id lies outside the vocabulary, or the name is no text.
+            RequestError: the prompt leaves no room, or a token id lies outside the vocabulary, or the name is no text,
+                or the parameters are none.
         """
+        if not isinstance(params, SamplingParams):
+            raise InvalidParameterError(
+                f"sampling_params must be SamplingParams or None; got {type(params).__name__}; leave it out for the "
+                "model's defaults",
+                parameter="sampling_params",
+            )
         if request_id is not None and not isinstance(request_id, str):
             raise InvalidParameterError(
                 f"request_id must be a str or None; got {type(request_id).__name__}; leave it out for a number",

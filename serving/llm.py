@@ -9,6 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from os import PathLike
 from typing import cast
 
 from tqdm import tqdm
@@ -29,7 +30,7 @@ from gdn_jax.serving.text.tokenizer import Tokenizer
 class LLM:
     """A model with its engine in this process; several threads may call it."""
 
-    def __init__(self, model: str, **settings: object) -> None:
+    def __init__(self, model: str | PathLike[str], **settings: object) -> None:
         """Load a model and get ready to run; every choice made is logged.
 
         Args:

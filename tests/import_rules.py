@@ -67,7 +67,8 @@ RULES = {
         f"{_API} serving.prompts serving.config serving.metrics serving.core.errors",
         "starlette uvicorn msgspec prometheus_client",
     ),
-    "serving.__main__": _rule(
+    "serving.__main__": _rule(),  # loads serving.command_line by name
+    "serving.command_line": _rule(
         f"{_STEP} {_API} model kernels serving.info serving.llm serving.async_llm serving.startup serving.http",
         "tqdm tyro",
     ),

@@ -84,6 +84,16 @@ def test_a_name_that_is_no_text_is_refused(intake: Intake, name: object) -> None
         intake.take(PROMPT, lasting(), Options(), name)  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.usefixtures("_no_type_checker")
+@pytest.mark.parametrize("params", [{"max_tokens": 3}, [lasting()], "greedy", None])
+def test_sampling_parameters_that_are_none_are_refused_by_name(intake: Intake, params: object) -> None:
+    with pytest.raises(
+        InvalidParameterError, match=f"sampling_params must be .* got {type(params).__name__}"
+    ) as caught:
+        intake.take(PROMPT, params, Options())  # pyright: ignore[reportArgumentType]
+    assert caught.value.parameter == "sampling_params"
+
+
 @pytest.mark.parametrize(
     ("options", "name"),
     [
