@@ -187,8 +187,12 @@ def _compare_index(weight_map: dict[str, str], tensors: dict[str, StoredTensor],
 
 def _single_file(folder: Path) -> Path:
     """Return model.safetensors, or say what else the folder holds."""
-    if (folder / SINGLE_NAME).is_file():
-        return folder / SINGLE_NAME
+    single = folder / SINGLE_NAME
+    if single.is_file():
+        return single
+    if single.is_symlink() or single.exists():
+        found = "no file" if single.exists() else "a link to a file that is not there"
+        raise WeightsError(f"{single} must be a file; it is {found}; fetch it again")
     others = sorted(path.name for path in folder.glob("*") if path.suffix in (".safetensors", *_PICKLE_SUFFIXES))
     rule = f"weights must be in {SINGLE_NAME}, or in shards named by {INDEX_NAME}"
     if any(name.endswith(".safetensors") for name in others):

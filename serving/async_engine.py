@@ -18,7 +18,8 @@ from functools import partial
 
 from gdn_jax.serving.collector import Collector
 from gdn_jax.serving.core.errors import EngineError, InvariantError
-from gdn_jax.serving.engine import Engine, EngineOutput, EngineRequest
+from gdn_jax.serving.engine import Engine
+from gdn_jax.serving.engine_types import EngineOutput, EngineRequest
 from gdn_jax.serving.outputs import RequestOutput
 
 _LOG = logging.getLogger(__name__)
@@ -165,7 +166,9 @@ class AsyncEngine:
                 engine.add(request)
                 self._readers[request.request_id] = reader
         except BaseException:
-            self._abort([request.request_id for request in requests])
+            for request in requests:  # those before the refused one
+                if self._readers.pop(request.request_id, None) is not None:
+                    engine.withdraw(request.request_id)
             raise
 
     def _abort(self, request_ids: Sequence[str]) -> None:

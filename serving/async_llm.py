@@ -2,11 +2,12 @@
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from os import PathLike
 
 from gdn_jax.serving.async_engine import AsyncEngine
 from gdn_jax.serving.config import EngineConfig
 from gdn_jax.serving.core.errors import DuplicateRequestError
-from gdn_jax.serving.engine import EngineStats
+from gdn_jax.serving.engine_types import EngineStats
 from gdn_jax.serving.intake import Intake, Options
 from gdn_jax.serving.outputs import RequestOutput
 from gdn_jax.serving.prompts import EncodedPrompt, Message, Prompt
@@ -21,7 +22,7 @@ class AsyncLLM:
     All methods belong to one event loop. Use it as an asynchronous context manager, or call `shutdown`.
     """
 
-    def __init__(self, model: str, **settings: object) -> None:
+    def __init__(self, model: str | PathLike[str], **settings: object) -> None:
         """Load a model and start the engine; arguments and errors as for `LLM`."""
         show = bool(settings.pop("use_tqdm", True))
         self.config = EngineConfig.from_arguments(model, settings)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from gdn_jax.serving.core.plan import TokenLogprobs
 from gdn_jax.serving.core.request import FinishReason
-from gdn_jax.serving.engine import EngineOutput
+from gdn_jax.serving.engine_types import EngineOutput
 from gdn_jax.serving.outputs import CompletionOutput, PositionLogprobs, RequestOutput, position_logprobs
 from gdn_jax.serving.prompts import EncodedPrompt
 from gdn_jax.serving.sampling_params import RequestOutputKind, SamplingParams

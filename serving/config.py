@@ -4,10 +4,12 @@ The Python API, the command line and the server all fill this one class. vLLM's 
 mean the same (`from_arguments`). Standard library only: what needs the model or the device is decided in `memory.py`.
 """
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from typing import Literal
+from numbers import Number
+from typing import Literal, cast
 
 PrefixCache = Literal["none", "align", "all"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
@@ -89,21 +91,28 @@ class EngineConfig:
         Raises:
             SettingError: a value has the wrong type or lies outside its range; the message has the rule and the remedy.
         """
+        for name in _FOLDERS:
+            if not isinstance(getattr(self, name), str):
+                raise SettingError(f"{name} must be a str, the path of a folder; got {getattr(self, name)!r}")
         for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
+            if not isinstance(getattr(self, name), str) or getattr(self, name) not in choices:
                 raise SettingError(f"{name} must be one of {', '.join(choices)}; got {getattr(self, name)!r}")
         for name, low in _INTEGERS.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
                 raise SettingError(f"{name} must be an integer of at least {low}; got {value!r}")
+        if self.max_model_len == 1:
+            raise SettingError("max_model_len must be 0 or at least 2, a prompt's token and an answer's; got 1")
         for name in ("deterministic", "audit"):
             if not isinstance(getattr(self, name), bool):
                 raise SettingError(f"{name} must be True or False; got {getattr(self, name)!r}")
-        if not isinstance(self.warm_up, bool) and self.warm_up != "auto":
+        if not isinstance(self.warm_up, bool | str) or self.warm_up not in (True, False, "auto"):
             raise SettingError(f"warm_up must be True, False or 'auto'; got {self.warm_up!r}")
         for name in ("gpu_memory_utilization", "state_memory_share"):
             self._check_number(name, 1.0)
         self._check_number("pool_memory_gib", _MOST_GIB)
+        if 0 < self.pool_memory_gib < 2.0**-30:
+            raise SettingError(f"pool_memory_gib must be 0 or at least one byte; got {self.pool_memory_gib!r}")
         if self.gpu_memory_utilization == 0:
             raise SettingError("gpu_memory_utilization must be above 0; got 0")
         self._check_grid()
@@ -129,28 +138,41 @@ class EngineConfig:
             )
 
     @classmethod
-    def from_arguments(cls, model: str, arguments: Mapping[str, object]) -> "EngineConfig":
+    def from_arguments(cls, model: str | os.PathLike[str], arguments: Mapping[str, object]) -> "EngineConfig":
         """Make a config from keyword arguments, vLLM's names included; None stands for the default of any of them.
 
+        A folder may be a path object too.
+
         Raises:
-            SettingError: a value is out of range, or a vLLM setting asks for what this engine does not do.
+            SettingError: a value is out of range, a vLLM setting asks for what this engine does not do, or two settings
+                contradict each other.
             UnknownSettingError: an unknown keyword; the message names the closest known one.
         """
         known = {field.name for field in fields(cls)}
         settings: dict[str, object] = {}
+        sources: dict[str, str] = {}  # by the setting's name, the argument that set it
         for name, value in arguments.items():
-            if name in known:
-                settings |= {} if value is None else {name: value}
-            elif name in _FROM_VLLM:
-                settings |= {} if value is None else _FROM_VLLM[name](value)
-            else:
+            if name not in known and name not in _FROM_VLLM:
                 near = get_close_matches(name, [*known, *_FROM_VLLM], 1)
                 hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(sorted(known))}"
                 raise UnknownSettingError(f"LLM() has no argument {name!r}{hint}")
-        return cls(model=model, **settings)  # pyright: ignore[reportArgumentType] - __post_init__ checks each
+            if value is None:
+                continue
+            for ours, asked in ({name: value} if name in known else _FROM_VLLM[name](value)).items():
+                if ours in settings and repr(settings[ours]) != repr(asked):
+                    raise _contradiction(sources[ours], name, arguments)
+                settings[ours], sources[ours] = asked, name
+        if arguments.get("enable_prefix_caching") is True and settings.get("prefix_cache") == "none":
+            raise _contradiction("enable_prefix_caching", sources["prefix_cache"], arguments)
+        for name in _FOLDERS:
+            if isinstance(path := settings.get(name), os.PathLike):
+                settings[name] = os.fspath(cast("os.PathLike[str]", path))
+        folder = os.fspath(model) if isinstance(model, os.PathLike) else model
+        return cls(model=folder, **settings)  # pyright: ignore[reportArgumentType] - __post_init__ checks each
 
 
 _MOST_GIB = 2.0**30  # above any machine's; counts of bytes stay finite
+_FOLDERS = ("model", "tokenizer", "compile_cache")
 _CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": ("auto", "bfloat16", "float16", "float32"),
     "load_format": ("auto", "safetensors", "dummy"),
@@ -171,11 +193,19 @@ _INTEGERS: dict[str, int] = {
 }
 
 
+def _contradiction(first: str, second: str, arguments: Mapping[str, object]) -> SettingError:
+    return SettingError(
+        f"{first} and {second} must not contradict each other; got {arguments[first]!r} and {arguments[second]!r}; "
+        "leave one out"
+    )
+
+
 def _only(name: str, remedy: str, *accepted: object) -> Callable[[object], dict[str, object]]:
     """Accept a setting at values that ask for nothing this engine lacks; None always does."""
 
     def convert(value: object) -> dict[str, object]:
-        if value not in accepted:
+        # Only these are compared: an array's comparison has no truth value.
+        if not isinstance(value, str | Number) or value not in accepted:
             raise SettingError(f"{name} must be {' or '.join(map(repr, [*accepted, None]))}; got {value!r}: {remedy}")
         return {}
 

@@ -69,7 +69,7 @@ class Cutter:
 
     def cut(self, tokens: Sequence[int]) -> tuple[RowCut, TokenOutput]:
         """Take the tokens a row emitted; return how many stand, and what they add to the answer."""
-        output = TokenOutput()
+        output = TokenOutput(token_ids=[], logprobs=[])  # quicker than the defaults' factories, at every row
         for token in tokens:
             self._num_output += 1
             output.token_ids.append(token)

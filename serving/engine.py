@@ -14,6 +14,8 @@ from gdn_jax.serving.core.plan import RowCut, RowPlan, RowResult, StepPlan, Step
 from gdn_jax.serving.core.request import FinishReason, Request, RequestId
 from gdn_jax.serving.core.scheduler import Scheduler
 from gdn_jax.serving.cut import Cutter, TokenOutput
+from gdn_jax.serving.engine_types import EngineCounts, EngineOutput, EngineRequest, EngineStats
+from gdn_jax.serving.interrupts import second_interrupt_passes
 from gdn_jax.serving.runner.audit import Auditor, AuditSequence
 from gdn_jax.serving.runner.lanes import MAX_BANNED
 from gdn_jax.serving.runner.runner import RequestSampling, Runner
@@ -22,101 +24,6 @@ from gdn_jax.serving.sampling_params import SamplingParams
 from gdn_jax.serving.text.tokenizer import Tokenizer
 
 _LOG = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineRequest:
-    """One completion of one prompt, checked by whoever made it.
-
-    Attributes:
-        request_id: never used before in this engine; whoever makes the request counts.
-        prompt: token ids.
-        params: how it samples and ends; `n` is the maker's business.
-        seed: of its noise.
-        max_tokens: most tokens it may emit.
-        priority: lower goes first.
-        turn_borders: token counts up to which the next turn may share this prompt.
-        cache_salt: shares cached prefixes only with requests of the same salt.
-        leader: id of a request with the same prompt whose checkpoint it waits for.
-        name: what its client calls it, for log lines; need not be unique.
-    """
-
-    request_id: str
-    prompt: Sequence[int]
-    params: SamplingParams
-    seed: int
-    max_tokens: int
-    priority: int = 0
-    turn_borders: tuple[int, ...] = ()
-    cache_salt: str = ""
-    leader: str | None = None
-    name: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineOutput:
-    """What one step gave one request.
-
-    Attributes:
-        request_id: whose.
-        output: tokens, text, logprobs, and the finish reason in the last one.
-        num_cached_tokens: tokens of its prompt that came from the cache; None while it has not been admitted.
-    """
-
-    request_id: RequestId
-    output: TokenOutput
-    num_cached_tokens: int | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineStats:
-    """Counts since start, and gauges now.
-
-    Attributes:
-        queried_tokens: tokens looked up in the prefix cache.
-        hit_tokens: those that came from it.
-        gap_tokens: known tokens computed again for their state.
-        prefilled_tokens: tokens computed in prefill.
-        output_tokens: tokens emitted and kept.
-        saves: checkpoints published.
-        saves_skipped: checkpoints that found no slot.
-        evictions: checkpoints evicted.
-        preemptions: requests that gave everything back.
-        steps: steps run.
-        failed_steps: steps that raised.
-        checkpoints: published now.
-        blocks_used: held now, of `blocks`.
-        blocks: KV blocks in all.
-        slots_used: running, reserved or pinned now, of `slots`.
-        slots: state slots in all.
-        waiting: requests that hold nothing.
-        running: requests that hold a lane.
-        finished_requests: those that ended by themselves, at a stop or their length.
-        aborted_requests: those that their clients left.
-        failed_requests: those that ended with an error.
-    """
-
-    queried_tokens: int
-    hit_tokens: int
-    gap_tokens: int
-    prefilled_tokens: int
-    output_tokens: int
-    saves: int
-    saves_skipped: int
-    evictions: int
-    preemptions: int
-    steps: int
-    failed_steps: int
-    checkpoints: int
-    blocks_used: int
-    blocks: int
-    slots_used: int
-    slots: int
-    waiting: int
-    running: int
-    finished_requests: int = 0
-    aborted_requests: int = 0
-    failed_requests: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,9 +59,7 @@ class Engine:
         self._auditor = auditor
         self._tokenizer, self._end_token_ids = tokenizer, tuple(end_token_ids)
         self._live: dict[RequestId, _Live] = {}
-        self._num_output_tokens = self._num_steps = self._num_failed_steps = 0
-        self._num_finished = self._num_aborted = self._num_failed = 0
-        self._evictions_before = 0
+        self._counts = EngineCounts()
         self._has_state = True  # false: a step lost the device state and it could not be made again
 
     def add(self, asked: EngineRequest) -> None:
@@ -208,15 +113,26 @@ class Engine:
                 "name fewer, or leave min_tokens out",
                 parameter="stop_token_ids",
             )
+        if self._tokenizer is not None and set(banned).issuperset(range(self._tokenizer.num_tokens)):
+            raise InvalidParameterError(
+                f"stop_token_ids and end tokens must leave a token to draw with min_tokens; got all "
+                f"{self._tokenizer.num_tokens}; name fewer, or leave min_tokens out",
+                parameter="stop_token_ids",
+            )
         return banned
 
     def abort(self, request_id: str) -> bool:
         """Drop a request for good; returns whether it was live. It gets no further output."""
-        aborted = self._scheduler.abort(RequestId(request_id))
-        if aborted:
-            self._num_aborted += 1
+        was_live = self.withdraw(request_id)
+        self._counts.aborted_requests += was_live
+        return was_live
+
+    def withdraw(self, request_id: str) -> bool:
+        """Do as `abort` does and count nothing: for a request whose call was refused, so that no client left it."""
+        was_live = self._scheduler.abort(RequestId(request_id))
+        if was_live:
             self._forget(RequestId(request_id))
-        return aborted
+        return was_live
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix."""
@@ -236,8 +152,9 @@ class Engine:
         """Run one step; returns what each row's request got.
 
         A step that raises on the device fails its rows (finish reason ERROR), requeues the other running requests with
-        their tokens, and starts with empty pools and cache again. One that is interrupted (Ctrl-C) requeues all of them
-        and passes the interrupt on.
+        their tokens, and starts with empty pools and cache again. One that is interrupted on the device (Ctrl-C)
+        requeues all of them and passes the interrupt on. Everywhere else an interrupt would leave the books
+        half-written: a caller on the main thread holds them (`held_interrupts`), here and around every other call.
 
         Raises:
             InvariantError: a bug of ours; the engine cannot go on.
@@ -252,9 +169,10 @@ class Engine:
             return []
         if _LOG.isEnabledFor(logging.DEBUG):
             _LOG.debug("%s", plan)
-        self._num_steps += 1
+        self._counts.steps += 1
         try:
-            result = self._runner.run(plan)
+            with second_interrupt_passes():  # a device that hangs can be left; books that are open cannot
+                result = self._runner.run(plan)
         except InvariantError:
             raise
         except Exception:  # whatever the device or its compiler says
@@ -270,7 +188,7 @@ class Engine:
         outputs: list[EngineOutput] = []
         for row, row_result in zip(plan.rows, result.rows, strict=True):
             cut, output = self._cut(row, row_result)
-            self._num_output_tokens += cut.num_kept
+            self._counts.output_tokens += cut.num_kept
             cuts.append(cut)
             if output is not None:
                 outputs.append(self._output(row, output))
@@ -321,7 +239,7 @@ class Engine:
         return EngineOutput(request_id=row.request_id, output=output, num_cached_tokens=cached)
 
     def _fail(self, plan: StepPlan) -> list[EngineOutput]:
-        self._num_failed_steps += 1
+        self._counts.failed_steps += 1
         outputs: list[EngineOutput] = []
         for request in self._start_afresh(plan, ends_rows=True):
             live = self._live.get(request.request_id)
@@ -348,7 +266,7 @@ class Engine:
                 "and start another engine"
             ) from error
         self._has_state = True
-        self._evictions_before += self._scheduler.holdings.checkpoints.num_evicted
+        self._counts.evictions_before += self._scheduler.holdings.checkpoints.num_evicted
         ended = self._scheduler.fail(plan, ends_rows=ends_rows)
         if self._auditor is not None:
             self._auditor.forget()
@@ -360,8 +278,8 @@ class Engine:
 
     def _end(self, request: Request) -> None:
         """Count a request that the scheduler says has ended, and forget it."""
-        self._num_failed += request.finish is FinishReason.ERROR
-        self._num_finished += request.finish in (FinishReason.STOP, FinishReason.LENGTH)
+        self._counts.failed_requests += request.finish is FinishReason.ERROR
+        self._counts.finished_requests += request.finish in (FinishReason.STOP, FinishReason.LENGTH)
         self._forget(request.request_id)
 
     def _forget(self, request_id: RequestId) -> None:
@@ -370,27 +288,4 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Return counts since start and gauges now."""
-        counts, holdings = self._scheduler.counts, self._scheduler.holdings
-        return EngineStats(
-            queried_tokens=counts.queried_tokens,
-            hit_tokens=counts.hit_tokens,
-            gap_tokens=counts.gap_tokens,
-            prefilled_tokens=counts.prefilled_tokens,
-            output_tokens=self._num_output_tokens,
-            saves=counts.saves,
-            saves_skipped=counts.saves_skipped,
-            evictions=self._evictions_before + holdings.checkpoints.num_evicted,
-            preemptions=counts.preemptions,
-            steps=self._num_steps,
-            failed_steps=self._num_failed_steps,
-            checkpoints=holdings.checkpoints.num_published,
-            blocks_used=holdings.blocks.num_held(),
-            blocks=holdings.blocks.num_usable,
-            slots_used=holdings.checkpoints.num_owned,
-            slots=holdings.checkpoints.num_usable,
-            waiting=self._scheduler.num_waiting,
-            running=self._scheduler.num_running,
-            finished_requests=self._num_finished,
-            aborted_requests=self._num_aborted,
-            failed_requests=self._num_failed,
-        )
+        return self._counts.stats(self._scheduler)

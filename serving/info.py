@@ -19,6 +19,7 @@ from gdn_jax.sizes import (
 )
 
 _GIB = 1 << 30
+_MOST_GIB = 2.0**30  # above any machine's; counts of bytes stay finite
 
 
 def describe_model(model: str, *, memory_gib: float, dtype: str) -> dict[str, str]:
@@ -32,8 +33,8 @@ def describe_model(model: str, *, memory_gib: float, dtype: str) -> dict[str, st
     Raises:
         ConfigError: the config cannot be used, or the memory is not a positive number.
     """
-    if not 0 < memory_gib < float("inf"):
-        raise ConfigError(f"memory_gib must be a positive number; got {memory_gib}")
+    if not 0 < memory_gib <= _MOST_GIB:
+        raise ConfigError(f"memory_gib must be a positive number of at most {_MOST_GIB:.0f}; got {memory_gib}")
     config = _read(Path(model))
     name = str(resolve_dtype(dtype, config))
     main, mtp = parameter_count(config)

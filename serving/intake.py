@@ -11,7 +11,7 @@ from reprlib import repr as short_repr
 
 from gdn_jax.serving.collector import Collector
 from gdn_jax.serving.core.errors import InvalidParameterError, PromptTooLongError
-from gdn_jax.serving.engine import EngineRequest
+from gdn_jax.serving.engine_types import EngineRequest
 from gdn_jax.serving.prompts import EncodedPrompt, PromptReader
 from gdn_jax.serving.runner.sampling import derive_seed, sibling_seed
 from gdn_jax.serving.sampling_params import SamplingParams
@@ -96,8 +96,15 @@ class Intake:
             request_id: what the caller calls it, in outputs and log lines; None: its number.
 
         Raises:
-            RequestError: the prompt leaves no room, or a token id lies outside the vocabulary, or the name is no text.
+            RequestError: the prompt leaves no room, or a token id lies outside the vocabulary, or the name is no text,
+                or the parameters are none.
         """
+        if not isinstance(params, SamplingParams):
+            raise InvalidParameterError(
+                f"sampling_params must be SamplingParams or None; got {type(params).__name__}; leave it out for the "
+                "model's defaults",
+                parameter="sampling_params",
+            )
         if request_id is not None and not isinstance(request_id, str):
             raise InvalidParameterError(
                 f"request_id must be a str or None; got {type(request_id).__name__}; leave it out for a number",

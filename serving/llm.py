@@ -9,6 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from os import PathLike
 from typing import cast
 
 from tqdm import tqdm
@@ -16,7 +17,7 @@ from tqdm import tqdm
 from gdn_jax.serving.collector import Collector
 from gdn_jax.serving.config import EngineConfig
 from gdn_jax.serving.core.errors import InvalidParameterError, InvariantError
-from gdn_jax.serving.engine import EngineStats
+from gdn_jax.serving.engine_types import EngineStats
 from gdn_jax.serving.intake import Intake, Options, one_per_prompt
 from gdn_jax.serving.interrupts import held_interrupts
 from gdn_jax.serving.outputs import RequestOutput
@@ -29,7 +30,7 @@ from gdn_jax.serving.text.tokenizer import Tokenizer
 class LLM:
     """A model with its engine in this process; several threads may call it."""
 
-    def __init__(self, model: str, **settings: object) -> None:
+    def __init__(self, model: str | PathLike[str], **settings: object) -> None:
         """Load a model and get ready to run; every choice made is logged.
 
         Args:
@@ -132,13 +133,13 @@ class LLM:
 
     def stats(self) -> EngineStats:
         """Return counts since start and gauges now."""
-        with self._lock:
+        with self._lock, held_interrupts():
             self._abort_left()
             return self._engine.stats()
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix."""
-        with self._lock:
+        with self._lock, held_interrupts():
             self._engine.reset_prefix_cache()
 
     def _run(
@@ -154,17 +155,17 @@ class LLM:
         priorities = [0] * len(prompts) if priority is None else one_per_prompt("priority", priority, len(prompts))
         options = [Options(priority=one, cache_salt=cache_salt) for one in priorities]
         collectors = self._submit(prompts, listed, options)
-        mine = set(collectors)
-        with tqdm(total=len(collectors), desc="prompts", disable=not use_tqdm, leave=False) as bar:
-            try:
+        try:
+            mine = set(collectors)
+            with tqdm(total=len(collectors), desc="prompts", disable=not use_tqdm, leave=False) as bar:
                 # One look at one prompt per step, however many there are.
                 for collector in collectors:
                     while not collector.finished:
                         if ended := mine.intersection(self._step(collector)):
                             bar.update(len(ended))
                 self._close()
-            finally:
-                self._abort(collectors)
+        finally:
+            self._abort(collectors)
         return [collector.output() for collector in collectors]
 
     def _step(self, waiting: Collector | None = None) -> list[Collector]:
@@ -222,11 +223,15 @@ class LLM:
             with self._lock, held_interrupts():
                 taken = [self._intake.take(*asked) for asked in zip(prompts, params, options, strict=True)]
                 collectors = [collector for collector, _ in taken]
-                for collector, requests in taken:
-                    for request in requests:
-                        self._engine.add(request)
-                        self._live[request.request_id] = collector
-        except BaseException:
+                try:
+                    for collector, requests in taken:
+                        for request in requests:
+                            self._engine.add(request)
+                            self._live[request.request_id] = collector
+                except BaseException:  # refused, while no step can have run those before it
+                    self._withdraw(collectors)
+                    raise
+        except BaseException:  # interrupted, if anything is left
             self._abort(collectors)
             raise
         return collectors
@@ -241,14 +246,14 @@ class LLM:
     def _stream(self, collector: Collector) -> Iterator[RequestOutput]:
         try:
             yield collector.output()  # for `_start`
-            while True:
-                if (output := collector.news()) is not None:
+            while not collector.finished:
+                if (output := self._news(collector)) is not None:
                     yield output
-                elif collector.finished:
-                    break
                 else:
                     self._step(collector)
-            self._close()
+            self._close()  # now: whoever has the last item need not ask for another
+            if (output := self._news(collector)) is not None:
+                yield output
         finally:
             if not collector.finished:  # the reader left, perhaps in the middle of a step
                 self._left.extend(collector.request_ids)
@@ -259,11 +264,22 @@ class LLM:
                         finally:
                             self._lock.release()
 
+    def _news(self, collector: Collector) -> RequestOutput | None:
+        """Return what came, whole: another thread's step may be bringing more."""
+        with self._lock:
+            return collector.news()
+
     def _abort(self, collectors: Sequence[Collector]) -> None:
         """Drop what is left of these, if anything is."""
+        self._left.extend([own_id for collector in collectors for own_id in collector.request_ids])
         with self._lock, held_interrupts():
-            self._left.extend(own_id for collector in collectors for own_id in collector.request_ids)
             self._abort_left()
+
+    def _withdraw(self, collectors: Sequence[Collector]) -> None:
+        """Take back what was added of a call that is refused; whoever calls this has the lock."""
+        for own_id in [own_id for collector in collectors for own_id in collector.request_ids]:
+            if self._live.pop(own_id, None) is not None:
+                self._engine.withdraw(own_id)
 
     def _abort_left(self) -> None:
         """Abort what was noted to be left; whoever calls this has the lock."""

@@ -1,6 +1,7 @@
 """From what a caller hands over to checked token ids: text, ids, dicts of either, conversations."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, MappingView, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from operator import index
 from typing import SupportsIndex, cast
@@ -74,10 +75,22 @@ def _as_messages(messages: object) -> list[object]:
 
 
 def _is_series(value: object) -> bool:
-    """Return whether a value can be walked and may mean something: raw bytes are neither text nor token ids."""
-    if isinstance(value, bytes | bytearray | memoryview):
+    """Return whether a value can be walked and may mean something.
+
+    Raw bytes are neither text nor token ids, and what has no order of its own is no prompt.
+    """
+    if isinstance(value, str):  # NumPy's too, which has an `ndim` of 0
+        return True
+    if isinstance(value, bytes | bytearray | memoryview | AbstractSet | MappingView):
         return False
     return hasattr(value, "__iter__") and getattr(value, "ndim", 1) > 0  # an array without axes only looks like one
+
+
+def _switch(options: Mapping[str, object], name: str, *, default: bool) -> bool:
+    value = options.get(name, default)
+    if not isinstance(value, bool):
+        raise InvalidParameterError(f"{name} must be True or False; got {value!r:.40}; leave it out", parameter=name)
+    return value
 
 
 class PromptReader:
@@ -102,7 +115,7 @@ class PromptReader:
         if isinstance(prompt, Mapping):
             prompt = self._unwrap(prompt)
         if isinstance(prompt, str):
-            encoded = EncodedPrompt(text=prompt, token_ids=self._tokenizer.encode(prompt))
+            encoded = EncodedPrompt(text=str(prompt), token_ids=self._tokenizer.encode(prompt))
         else:
             encoded = EncodedPrompt(text=None, token_ids=self._check_ids(prompt))
         if not encoded.token_ids:
@@ -135,8 +148,8 @@ class PromptReader:
                 parameter="chat_template_kwargs",
             )
         names = cast("Mapping[str, object] | None", variables)
-        tools, goes_on = options.get("tools"), bool(options.get("continue_final_message", False))
-        opens = bool(options.get("add_generation_prompt", True)) and not goes_on
+        tools, goes_on = options.get("tools"), _switch(options, "continue_final_message", default=False)
+        opens = _switch(options, "add_generation_prompt", default=True) and not goes_on
         text = self._template.render(
             messages, tools, add_generation_prompt=opens, continue_final_message=goes_on, variables=names
         )

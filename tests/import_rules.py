@@ -31,7 +31,7 @@ def _rule(ours: str = "", others: str = "", never: str = "") -> Rule:
 
 _CORE_NEVER = "asyncio concurrent datetime multiprocessing random secrets select selectors socket threading time uuid"
 _STEP = "serving.core serving.runner serving.text serving.config serving.metrics"  # what one engine step is made of
-_LOOP = "serving.engine serving.collector serving.startup serving.prompts"  # what drives steps for callers
+_LOOP = "serving.engine serving.engine_types serving.collector serving.startup serving.prompts"  # drives steps
 _API = "serving.sampling_params serving.outputs"  # values that callers hold
 
 RULES = {
@@ -49,14 +49,17 @@ RULES = {
     "serving.sampling_params": _rule("serving.core.errors"),
     "serving.outputs": _rule("serving.core.errors"),
     "serving.cut": _rule("serving.core serving.text serving.sampling_params"),
-    "serving.engine": _rule(f"{_STEP} serving.cut serving.sampling_params"),
-    "serving.async_engine": _rule(f"{_STEP} {_API} serving.engine serving.prompts serving.collector"),
+    "serving.engine_types": _rule("serving.core serving.cut serving.sampling_params"),
+    "serving.engine": _rule(f"{_STEP} serving.cut serving.sampling_params serving.engine_types serving.interrupts"),
+    "serving.async_engine": _rule(
+        f"{_STEP} {_API} serving.engine serving.engine_types serving.prompts serving.collector"
+    ),
     "serving.prompts": _rule("serving.core.errors serving.text"),
-    "serving.collector": _rule(f"{_API} serving.core serving.text serving.engine serving.prompts"),
+    "serving.collector": _rule(f"{_API} serving.core serving.text serving.engine_types serving.prompts"),
     "serving.startup": _rule(f"{_STEP} model kernels serving.engine", "jax tqdm"),
     "serving.info": _rule("model serving.core.errors serving.runner"),
     "serving.intake": _rule(
-        f"{_API} serving.core serving.runner serving.engine serving.collector serving.prompts serving.startup"
+        f"{_API} serving.core serving.runner serving.engine_types serving.collector serving.prompts serving.startup"
     ),
     "serving.llm": _rule(f"{_STEP} {_API} {_LOOP} serving.intake serving.interrupts", "tqdm"),
     "serving.async_llm": _rule(f"{_STEP} {_API} {_LOOP} serving.intake serving.async_engine"),
@@ -64,7 +67,8 @@ RULES = {
         f"{_API} serving.prompts serving.config serving.metrics serving.core.errors",
         "starlette uvicorn msgspec prometheus_client",
     ),
-    "serving.__main__": _rule(
+    "serving.__main__": _rule(),  # loads serving.command_line by name
+    "serving.command_line": _rule(
         f"{_STEP} {_API} model kernels serving.info serving.llm serving.async_llm serving.startup serving.http",
         "tqdm tyro",
     ),

@@ -49,8 +49,10 @@ class HashChain:
 
     def name(self, tokens: Sequence[int], num_tokens: int) -> BlockHash:
         """Return the hash of the block that ends at the boundary `num_tokens`, which names the state there too."""
-        self._grow(tokens, num_tokens)
-        return self._hashes[num_tokens // self._block_size - 1]
+        index = num_tokens // self._block_size - 1
+        if index >= len(self._hashes):  # at most steps, of every row, it is known
+            self._grow(tokens, num_tokens)
+        return self._hashes[index]
 
     def _grow(self, tokens: Sequence[int], num_tokens: int) -> None:
         size, hashes = self._block_size, self._hashes

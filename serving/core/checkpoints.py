@@ -1,7 +1,7 @@
 """State slots and the checkpoints published in them.
 
-A state slot holds one recurrent state of every GDN layer (`kernels/anchors.py`). StateSlotPool and CheckpointStore are
-one owner here, since a slot is at any time exactly one of:
+A state slot holds one recurrent state of every GDN layer (`kernels/anchors.py`). Slots and
+checkpoints have one owner, since a slot is at any time exactly one of:
 
     free        nobody's
     running     a live request's own

@@ -33,8 +33,8 @@ class OpenPlan:
 
     @property
     def admits(self) -> bool:
-        """Whether the budget has room for a further prompt."""
-        return self.budget >= self._block_size
+        """Whether the budget has room for a further prompt: a short one, or the end of one, fits in any rest."""
+        return self.budget > 0
 
     def add(self, request: Request) -> None:
         """Plan a row for a running request, if it gets one in this step."""

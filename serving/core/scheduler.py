@@ -297,10 +297,11 @@ class Scheduler:
         self._claim(plan)
         rows = {row.request_id for row in plan.rows if ends_rows}
         self.holdings = self._make_holdings()
+        for request in self._queues.live():
+            request.rolling = None  # a name of the old store, also where its request was preempted
         ended: list[Request] = []
         for request in self._queues.running():
             request.forget_holdings()
-            request.rolling = None
             if request.status is not Status.CLOSING and request.request_id in rows:
                 request.finish = request.finish or FinishReason.ERROR
                 ended.append(request)

@@ -140,6 +140,11 @@ def plan_memory(model: ModelConfig, request: MemoryRequest) -> MemoryPlan:
             "are there: lower num_blocks or num_state_slots, or give more memory"
         )
     fits = (blocks - 1) * request.block_size
+    if fits < limit and request.max_model_len and request.num_blocks:
+        raise StartupError(
+            f"one sequence of {limit} tokens needs {-(-limit // request.block_size)} blocks; got "
+            f"num_blocks={request.num_blocks}: raise num_blocks or leave it out, or lower max_model_len"
+        )
     if fits < limit and request.max_model_len:
         raise StartupError(
             f"one sequence of {limit} tokens needs {-(-limit // request.block_size)} blocks and {blocks - 1} fit: "

@@ -128,7 +128,7 @@ class GenerationDefaults:
         return cls(
             **numbers,
             top_k=max(top_k or 0, 0),  # -1 is the other common spelling of "off"
-            eos_token_ids=_token_ids(value for value in eos_values if value is not None),
+            eos_token_ids=_token_ids([value for value in eos_values if value is not None], "generation_config.json"),
             not_applied=tuple(
                 f"{name}={raw[name]!r:.40}"
                 for name, neutral in _NOT_APPLIED.items()
@@ -195,7 +195,7 @@ class Tokenizer:
         """
         eos_text = special_token_texts(read_json_object(folder / "tokenizer_config.json")).get("eos_token")
         named = None if eos_text is None else self._tokenizer.token_to_id(eos_text)
-        first = self.generation_defaults.eos_token_ids or _token_ids(config_eos)
+        first = self.generation_defaults.eos_token_ids or _token_ids(config_eos, "config.json")
         further = [token_id for token_id in (*config_eos, named) if token_id in self._special_ids]
         ends = tuple(dict.fromkeys([*first, *further]))
         if outside := [token_id for token_id in ends if token_id >= self.vocab_size]:
@@ -251,7 +251,7 @@ def read_json_object(path: Path) -> dict[str, object]:
         value: object = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise StartupError(f"{path} must be readable JSON: {error}. Fetch the file again") from error
     if not isinstance(value, dict):
         raise StartupError(f"{path} must hold a JSON object; got {type(value).__name__}. Fetch the file again")
@@ -295,11 +295,13 @@ def _load(path: Path) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def _token_ids(values: Iterable[object]) -> tuple[int, ...]:
+def _token_ids(values: Iterable[object], file: str) -> tuple[int, ...]:
     """Return `values` as token ids without repetition."""
     ids: list[int] = []
     for value in values:
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise StartupError(f"eos_token_id must be a token id or a list of them; got {value!r}. Correct the file")
+            raise StartupError(
+                f"eos_token_id in {file} must be a token id or a list of them; got {value!r}. Correct the file"
+            )
         ids.append(value)
     return tuple(dict.fromkeys(ids))

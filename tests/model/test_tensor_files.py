@@ -72,6 +72,15 @@ def test_a_folder_without_weights_says_what_it_has(tmp_path, files, words):
         assert word in str(error.value)
 
 
+def test_a_broken_link_and_a_folder_are_no_weights_and_said_to_be_none(tmp_path):
+    (tmp_path / "model.safetensors").symlink_to(tmp_path / "gone")
+    with pytest.raises(WeightsError, match=r"model\.safetensors must be a file; it is a link to a file that is not"):
+        list_tensors(tmp_path)
+    (tmp_path / "gone").mkdir()
+    with pytest.raises(WeightsError, match="it is no file; fetch it again"):
+        list_tensors(tmp_path)
+
+
 def test_a_folder_that_does_not_exist_is_a_weights_error(tmp_path):
     with pytest.raises(WeightsError, match="has neither"):
         list_tensors(tmp_path / "nowhere")

@@ -250,7 +250,7 @@ class CoreRig:
         """The state at each running request's read anchor holds exactly its first `folded` tokens."""
         for request in self.scheduler.running():
             if request.read_anchor:
-                state = self.runner.slots[request.read_anchor]
+                state = self.runner.slots.get(request.read_anchor, ())
                 if list(state) != request.tokens[: request.folded] or len(state) != request.folded:
                     raise TellTaleError(f"{request.request_id} has {state} in its state, not {request.folded} tokens")
 

@@ -23,7 +23,7 @@ from gdn_jax.serving import startup
 from gdn_jax.serving.config import EngineConfig
 from gdn_jax.serving.core.plan import StepPlan, StepResult
 from gdn_jax.serving.core.scheduler import Scheduler
-from gdn_jax.serving.engine import EngineOutput, EngineStats
+from gdn_jax.serving.engine_types import EngineOutput, EngineStats
 from gdn_jax.serving.runner import runner as runner_module
 from gdn_jax.serving.runner.buckets import Buckets, make_buckets
 from gdn_jax.serving.runner.runner import PoolSizes, Runner

@@ -84,6 +84,21 @@ def test_leaving_frees_everything() -> None:
     run(scenario)
 
 
+def test_a_reader_who_stops_at_the_last_item_leaves_nothing_held_and_the_next_turn_a_checkpoint() -> None:
+    async def scenario(rig: Rig) -> None:
+        prompt = list(range(1, 23))
+        async for item in rig.stream(3, prompt):  # 24 tokens have run when it ends: a closing row folds the last
+            if item.finished:
+                break
+        while await rig.engine.call(lambda engine: engine.has_work):  # the thread goes on by itself
+            pass
+        stats = await rig.engine.call(lambda engine: engine.stats())
+        assert (stats.running, stats.waiting, stats.blocks_used, stats.slots_used) == (0, 0, 0, 0)
+        assert (await rig.last(2, [*prompt, *answer(prompt, 3), 5])).num_cached_tokens == 24
+
+    run(scenario)
+
+
 def test_what_was_commanded_before_a_stop_is_answered_and_what_comes_later_is_refused() -> None:
     """Callers on other threads hammer the engine while it stops: each of them gets an answer or a refusal."""
 
@@ -214,7 +229,8 @@ def test_a_refused_completion_takes_its_siblings_with_it() -> None:
             await rig.last(8, n=3)
         stats = await rig.engine.call(lambda engine: engine.stats())
         assert len(taken) == 2
-        assert (stats.waiting, stats.running) == (0, 0)
+        assert (stats.waiting, stats.running, stats.aborted_requests) == (0, 0, 0)
+        assert not rig.runner.known
 
     run(scenario)
 

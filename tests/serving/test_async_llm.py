@@ -3,6 +3,7 @@
 import asyncio
 from unittest.mock import patch
 
+import jaxtyping
 import pytest
 from oracles.engine_rig import SETTINGS, TINY, greedy, make_llm, one_shape
 from oracles.quick_engine import answer, lasting, quick_async_llm
@@ -10,7 +11,7 @@ from oracles.quick_engine import answer, lasting, quick_async_llm
 from gdn_jax import AsyncLLM, RequestOutputKind
 from gdn_jax.serving import startup
 from gdn_jax.serving.async_engine import EngineStoppedError
-from gdn_jax.serving.core.errors import DuplicateRequestError, PromptTooLongError
+from gdn_jax.serving.core.errors import DuplicateRequestError, InvalidParameterError, PromptTooLongError
 
 
 def make() -> AsyncLLM:
@@ -38,6 +39,19 @@ def test_concurrent_readers_get_what_each_would_get_alone():
             return await asyncio.gather(*(last(llm, prompt) for prompt in prompts))
 
     assert asyncio.run(run()) == alone
+
+
+@pytest.mark.parametrize("params", [{"max_tokens": 3}, [greedy(3)], "greedy"])
+def test_sampling_parameters_that_are_none_are_refused_by_name_before_anything_runs(params, monkeypatch):
+    async def run() -> None:
+        async with quick_async_llm() as llm:
+            with pytest.raises(InvalidParameterError, match="sampling_params must be SamplingParams") as caught:
+                llm.generate("x", params)
+            assert caught.value.parameter == "sampling_params"
+            assert (await llm.stats()).waiting == 0
+
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as for a user: the code itself answers
+    asyncio.run(run())
 
 
 def test_leaving_or_cancelling_frees_everything():

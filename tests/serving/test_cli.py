@@ -2,7 +2,10 @@
 
 import json
 import os
+import signal
+import subprocess
 import sys
+import time
 from unittest.mock import patch
 
 import pytest
@@ -93,6 +96,68 @@ def test_a_parameter_that_cannot_be_is_one_line_and_exit_code_2(monkeypatch, cap
     error = capsys.readouterr().err
     assert words in error
     assert error.count("\n") == 1
+
+
+def test_a_parameter_that_cannot_be_is_refused_before_the_model_is_loaded(monkeypatch, capsys):
+    def refuse(config, **options):
+        raise AssertionError("too early")
+
+    monkeypatch.setattr(llm, "build_engine", refuse)
+    assert run(monkeypatch, "generate", "--model", "any", "--prompt", "x", "--quiet", "--top-p", "7") == 2
+    assert "top_p must be" in capsys.readouterr().err
+
+
+def closed_pipe():
+    reader, writer = os.pipe()
+    os.close(reader)
+    return os.fdopen(writer, "w")
+
+
+def full_device():
+    return os.fdopen(os.open("/dev/full", os.O_WRONLY), "w")
+
+
+@pytest.mark.parametrize(
+    ("opened", "code", "words"),
+    [
+        (closed_pipe, 141, ""),
+        (full_device, 1, "gdn-jax: standard output cannot be written: "),
+    ],
+    ids=["the reader left", "full"],
+)
+@pytest.mark.parametrize("command", ["generate", "info"])
+def test_an_output_that_takes_no_more_ends_the_command_without_a_traceback(
+    monkeypatch, capsys, opened, code, words, command
+):
+    with opened() as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        if command == "info":
+            assert run(monkeypatch, "info", "--model", str(TINY)) == code
+        else:
+            assert run_quickly(monkeypatch, "--prompt", "x", "--quiet", "--ignore-eos")[0] == code
+        output.write("what is left goes nowhere")
+        output.flush()
+    error = capsys.readouterr().err
+    assert error.startswith(words)
+    assert error.count("\n") == bool(words)
+
+
+def test_an_interrupt_during_the_imports_ends_with_130_and_no_traceback(tmp_path):
+    slow = "import pathlib, time\npathlib.Path('begun').touch()\ntime.sleep(60)\n"
+    (tmp_path / "tyro.py").write_text(slow)
+    code = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "  # whatever a parent ignores
+        f"sys.path.insert(0, {str(tmp_path)!r}); from gdn_jax.serving.__main__ import main; main()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=tmp_path, stderr=subprocess.PIPE, start_new_session=True
+    ) as process:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "begun").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=30)
+    assert (process.returncode, error) == (130, b"")
 
 
 def test_a_setting_that_cannot_be_ends_with_exit_code_2(monkeypatch, capsys):

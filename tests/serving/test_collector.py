@@ -11,7 +11,7 @@ from gdn_jax.serving.collector import Collector
 from gdn_jax.serving.core.plan import TokenLogprobs
 from gdn_jax.serving.core.request import FinishReason, RequestId
 from gdn_jax.serving.cut import TokenOutput
-from gdn_jax.serving.engine import EngineOutput
+from gdn_jax.serving.engine_types import EngineOutput
 from gdn_jax.serving.prompts import EncodedPrompt
 from gdn_jax.serving.text.tokenizer import Tokenizer
 

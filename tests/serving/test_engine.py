@@ -5,10 +5,12 @@ from collections.abc import Callable
 import pytest
 from oracles.quick_engine import answer, audit, lasting, make_parts, parts_of
 
-from gdn_jax.serving.core.errors import DeviceError
+from gdn_jax import SamplingParams
+from gdn_jax.serving.core.errors import DeviceError, InvalidParameterError
 from gdn_jax.serving.core.plan import Phase, RowPlan
 from gdn_jax.serving.core.request import RequestId
-from gdn_jax.serving.engine import Engine, EngineRequest
+from gdn_jax.serving.engine import Engine
+from gdn_jax.serving.engine_types import EngineRequest
 
 LONG = list(range(1, 23))  # 22 tokens: three prefill steps at a budget of 8
 OTHER = [50, 51, 52]
@@ -30,6 +32,20 @@ def ask(engine: Engine, request_id: str, prompt: list[int], max_tokens: int = 8,
             **options,  # pyright: ignore[reportArgumentType]
         )
     )
+
+
+def test_min_tokens_with_every_token_ending_the_answer_is_refused(engine: Engine) -> None:
+    tokenizer = engine._tokenizer
+    assert tokenizer is not None
+
+    def asked(count: int) -> EngineRequest:
+        params = SamplingParams(min_tokens=2, stop_token_ids=list(range(count)), ignore_eos=True)
+        return EngineRequest(request_id=str(count), prompt=OTHER, params=params, seed=0, max_tokens=8)
+
+    engine.add(asked(tokenizer.num_tokens - 1))
+    with pytest.raises(InvalidParameterError, match="must leave a token to draw") as caught:
+        engine.add(asked(tokenizer.num_tokens))
+    assert caught.value.parameter == "stop_token_ids"
 
 
 def run(engine: Engine) -> dict[str, tuple[list[int], str | None]]:

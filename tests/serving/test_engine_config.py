@@ -1,8 +1,10 @@
 """EngineConfig: every setting checked once, and vLLM's names where they mean the same."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import jaxtyping
+import numpy as np
 import pytest
 
 from gdn_jax.serving.config import EngineConfig, SettingError, UnknownSettingError
@@ -28,6 +30,12 @@ def _no_type_checker() -> Iterator[None]:
         ("max_num_seqs", True, "an integer"),
         ("max_num_seqs", 2.0, "an integer"),
         ("max_model_len", -1, "at least 0"),
+        ("max_model_len", 1, "at least 2"),
+        ("tokenizer", 7, "a str"),
+        ("compile_cache", 9, "a str"),
+        ("dtype", np.array(["auto", "auto"]), "one of"),
+        ("warm_up", np.array([1, 2]), "True, False or 'auto'"),
+        ("pool_memory_gib", 1e-300, "at least one byte"),
         ("num_blocks", -5, "at least 0"),
         ("num_state_slots", "8", "an integer"),
         ("seed", 0.5, "an integer"),
@@ -50,6 +58,37 @@ def test_a_value_out_of_range_is_refused_with_its_name_the_rule_and_the_value(
         EngineConfig.from_arguments("folder", {name: value})
     assert rule in str(caught.value)
     assert repr(value) in str(caught.value) or value == 0
+
+
+@pytest.mark.parametrize("model", [None, 5, b"folder"])
+def test_a_model_that_is_no_path_is_refused_by_name(model: object) -> None:
+    with pytest.raises(SettingError, match=f"model must be a str, .* got {model!r}"):
+        EngineConfig.from_arguments(model, {})  # pyright: ignore[reportArgumentType]
+
+
+def test_folders_may_be_path_objects() -> None:
+    config = EngineConfig.from_arguments(Path("a"), {"tokenizer": Path("b"), "compile_cache": Path("c")})
+    assert (config.model, config.tokenizer, config.compile_cache) == ("a", "b", "c")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"enable_prefix_caching": False, "prefix_cache": "all"},
+        {"prefix_cache": "none", "enable_prefix_caching": True},
+        {"prefix_cache": "none", "mamba_cache_mode": "align"},
+        {"num_blocks": 3, "num_gpu_blocks_override": 4},
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused_with_both_names(settings: dict[str, object]) -> None:
+    with pytest.raises(SettingError, match="contradict") as caught:
+        EngineConfig.from_arguments("folder", settings)
+    assert all(name in str(caught.value) for name in settings)
+
+
+def test_settings_that_say_the_same_twice_are_taken() -> None:
+    config = EngineConfig.from_arguments("folder", {"enable_prefix_caching": False, "prefix_cache": "none"})
+    assert config.prefix_cache == "none"
 
 
 @pytest.mark.parametrize("interval", [32, 100, 513])
@@ -110,6 +149,7 @@ def test_vllms_settings_that_ask_for_nothing_are_accepted(name: str, value: obje
     ("name", "value"),
     [
         ("tensor_parallel_size", 2),
+        ("tensor_parallel_size", np.array([1, 2])),
         ("enable_chunked_prefill", False),
         ("speculative_config", {"method": "mtp"}),
         ("quantization", "awq"),

@@ -50,7 +50,7 @@ def test_a_config_without_a_model_in_it_is_refused(tmp_path: Path) -> None:
         describe(file)
 
 
-@pytest.mark.parametrize("memory_gib", [0, -1, float("nan"), float("inf")])
+@pytest.mark.parametrize("memory_gib", [0, -1, float("nan"), float("inf"), 1e308])
 def test_a_memory_that_is_no_size_is_refused(memory_gib: float) -> None:
     with pytest.raises(ConfigError, match="memory_gib must be a positive number"):
         describe(TINY, memory_gib=float(memory_gib))

@@ -8,7 +8,7 @@ from oracles.quick_engine import lasting, make_parts
 
 from gdn_jax import SamplingParams
 from gdn_jax.serving.core.errors import InvalidParameterError, PromptTooLongError
-from gdn_jax.serving.engine import EngineRequest
+from gdn_jax.serving.engine_types import EngineRequest
 from gdn_jax.serving.intake import Intake, Options, one_per_prompt
 from gdn_jax.serving.prompts import EncodedPrompt
 
@@ -82,6 +82,16 @@ def test_a_stop_token_outside_the_vocabulary_is_refused_by_number(intake: Intake
 def test_a_name_that_is_no_text_is_refused(intake: Intake, name: object) -> None:
     with pytest.raises(InvalidParameterError, match="request_id must be a str"):
         intake.take(PROMPT, lasting(), Options(), name)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.usefixtures("_no_type_checker")
+@pytest.mark.parametrize("params", [{"max_tokens": 3}, [lasting()], "greedy", None])
+def test_sampling_parameters_that_are_none_are_refused_by_name(intake: Intake, params: object) -> None:
+    with pytest.raises(
+        InvalidParameterError, match=f"sampling_params must be .* got {type(params).__name__}"
+    ) as caught:
+        intake.take(PROMPT, params, Options())  # pyright: ignore[reportArgumentType]
+    assert caught.value.parameter == "sampling_params"
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
 """The Python API: what comes back, streams beside calls, and bad input that leaves nothing behind."""
 
 import gc
+import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 import jaxtyping
@@ -332,3 +333,118 @@ def test_stops_lengths_and_reports_with_drafts_are_those_without(num_drafts, par
     assert parts_of(drafting._engine)[1].device.num_accepted > 0
     parts = list(quick_llm(num_drafts=num_drafts).stream(prompt, asked))
     assert parts[-1].outputs[0] == plain
+
+
+# Interrupts.
+
+
+@pytest.fixture
+def _interrupts_raise() -> Iterator[None]:
+    """As in a terminal, however the tests were started."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def interrupt_twice(function: Callable[..., object]) -> Callable[..., object]:
+    """Return a function that gets one interrupt before it has done anything, and one when it has done all."""
+
+    def interrupted(*given: object, **options: object) -> object:
+        signal.raise_signal(signal.SIGINT)
+        result = function(*given, **options)
+        signal.raise_signal(signal.SIGINT)
+        return result
+
+    return interrupted
+
+
+def inner_functions(llm: LLM) -> dict[str, tuple[object, str]]:
+    """Where an interrupt may fall: one function in the middle of each part of a step."""
+    scheduler, runner = parts_of(llm._engine)
+    return {
+        "plan": (scheduler.holdings, "try_admit"),
+        "run": (runner, "before_step"),
+        "cut": (llm._engine, "_cut"),
+        "commit": (scheduler, "_commit_row"),
+        "hand out": (Collector, "take"),
+        "submit": (runner, "add"),
+    }
+
+
+@pytest.mark.usefixtures("_interrupts_raise")
+@pytest.mark.parametrize("part", ["plan", "run", "cut", "commit", "hand out", "submit"])
+def test_two_interrupts_anywhere_in_a_call_leave_books_that_agree_and_nothing_held(quick, monkeypatch, part):
+    prompts = [list(range(1, 23)), [60, 61, 62]]
+    for turn in range(12):
+        reader = quick.stream([90 + turn, 1], lasting(12))
+        next(reader)
+        owner, name = inner_functions(quick)[part]
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, interrupt_twice(getattr(owner, name)))
+            with pytest.raises(KeyboardInterrupt):
+                quick.generate(prompts, lasting(5), use_tqdm=False)
+        audit(quick._engine)
+        assert [*reader][-1].outputs[0].token_ids == answer([90 + turn, 1], 12)
+        stats = quick.stats()
+        assert (stats.running, stats.waiting, stats.blocks_used, stats.slots_used) == (0, 0, 0, 0)
+        assert not quick._live
+        outputs = quick.generate(prompts, lasting(5), use_tqdm=False)
+        assert [output.outputs[0].token_ids for output in outputs] == [answer(prompt, 5) for prompt in prompts]
+        audit(quick._engine)
+
+
+@pytest.mark.usefixtures("_interrupts_raise")
+def test_a_second_interrupt_breaks_off_the_device_and_a_third_waits_for_the_books(quick, monkeypatch):
+    scheduler, runner = parts_of(quick._engine)
+    after: list[str] = []
+
+    def hang(plan: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+        after.append("first")
+        signal.raise_signal(signal.SIGINT)
+        after.append("second")
+
+    runner.before_step = hang
+    monkeypatch.setattr(scheduler, "fail", interrupt_twice(scheduler.fail))
+    with pytest.raises(KeyboardInterrupt):
+        quick.generate([[1, 2]], lasting(5), use_tqdm=False)
+    assert after == ["first"]
+    audit(quick._engine)
+    runner.before_step = lambda plan: None
+    assert quick.generate([[1, 2]], lasting(5), use_tqdm=False)[0].outputs[0].token_ids == answer([1, 2], 5)
+
+
+@pytest.mark.usefixtures("_interrupts_raise")
+def test_one_interrupt_lets_the_step_on_the_device_end(quick):
+    _, runner = parts_of(quick._engine)
+    runner.before_step = lambda plan: signal.raise_signal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        quick.generate([[1, 2]], lasting(5), use_tqdm=False)
+    stats = quick.stats()
+    assert (stats.steps, stats.output_tokens) == (1, 1)
+
+
+# What the last item leaves behind.
+
+
+def test_a_reader_who_stops_at_the_last_item_leaves_nothing_held_and_the_next_turn_a_checkpoint(quick):
+    prompt = list(range(1, 23))
+    for item in quick.stream(prompt, lasting(3)):  # 24 tokens have run when it ends: a closing row folds the last
+        if item.finished:
+            break
+    stats = quick.stats()
+    assert (stats.running, stats.waiting, stats.blocks_used, stats.slots_used) == (0, 0, 0, 0)
+    (output,) = quick.generate([[*prompt, *answer(prompt, 3), 5]], lasting(2), use_tqdm=False)
+    assert output.num_cached_tokens == 24
+
+
+def test_a_call_refused_half_way_counts_nobody_as_having_left(quick):
+    ran: list[object] = []
+    _, runner = parts_of(quick._engine)
+    runner.before_step = ran.append
+    with pytest.raises(PromptTooLongError):
+        quick.generate([[1, 2], [1] * 250], lasting(20), use_tqdm=False)
+    stats = quick.stats()
+    assert (stats.aborted_requests, stats.waiting, ran) == (0, 0, [])
+    assert not runner.known
+    assert not quick._live

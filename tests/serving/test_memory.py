@@ -106,7 +106,9 @@ def test_more_running_requests_than_slots_are_clamped_with_a_warning_that_says_t
 def test_a_sequence_that_does_not_fit_is_refused_with_the_numbers() -> None:
     with pytest.raises(StartupError, match=r"one sequence of 512 tokens needs .* are left: lower max_model_len, or"):
         plan_memory(MODEL, request(pool_bytes=8 * BLOCK))
-    with pytest.raises(StartupError, match=r"512 tokens needs 8 blocks and 3 fit: lower max_model_len"):
+    with pytest.raises(StartupError, match=r"512 tokens needs 8 blocks and \d fit: lower max_model_len"):
+        plan_memory(MODEL, request(pool_bytes=12 * BLOCK, state_share=1.0))
+    with pytest.raises(StartupError, match=r"512 tokens needs 8 blocks; got num_blocks=3: raise num_blocks"):
         plan_memory(MODEL, request(num_blocks=3))
 
 

@@ -45,6 +45,8 @@ def reader() -> PromptReader:
         (["one", [3], {"prompt": "two"}], 3),
         (np.array([[1, 2], [3, 4]]), 2),
         (("one", "two"), 2),
+        ([np.str_("one"), np.str_("two")], 2),
+        (np.array(["one", "two", "three"]), 3),
     ],
     ids=repr,
 )
@@ -52,7 +54,9 @@ def test_a_str_a_dict_and_a_run_of_integers_are_one_prompt_each(given: object, c
     assert len(as_prompts(given)) == count  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize("given", [None, 5, 1.5, b"bytes", object], ids=repr)
+@pytest.mark.parametrize(
+    "given", [None, 5, 1.5, b"bytes", object, {1, 2}, frozenset([1]), {1: 2}.keys(), {1: 2}.values()], ids=repr
+)
 def test_what_is_no_prompt_at_all_is_refused_by_its_type(given: object) -> None:
     with pytest.raises(InvalidPromptError, match=f"got {type(given).__name__}"):
         as_prompts(given)  # pyright: ignore[reportArgumentType]
@@ -60,7 +64,22 @@ def test_what_is_no_prompt_at_all_is_refused_by_its_type(given: object) -> None:
 
 @pytest.mark.parametrize(
     "given",
-    [None, 5, [None], [1.0], ["1"], [[1]], [True], {}, {"prompt": 3}, {"prompt_token_ids": "abc"}, {"text": "a"}, b"a"],
+    [
+        None,
+        5,
+        [None],
+        [1.0],
+        ["1"],
+        [[1]],
+        [True],
+        {},
+        {"prompt": 3},
+        {"prompt_token_ids": "abc"},
+        {"text": "a"},
+        b"a",
+        {1, 2},
+        {1: 2}.items(),
+    ],
     ids=repr,
 )
 def test_a_prompt_of_the_wrong_shape_is_refused_as_a_prompt(reader: PromptReader, given: object) -> None:
@@ -107,6 +126,20 @@ def test_options_the_template_does_not_take_are_refused_by_name(reader: PromptRe
         reader.render([HELLO], add_generation_promt=False)
     with pytest.raises(InvalidParameterError, match="chat_template_kwargs must be a mapping; got list"):
         reader.render([HELLO], chat_template_kwargs=[1])
+
+
+@pytest.mark.parametrize("name", ["add_generation_prompt", "continue_final_message"])
+@pytest.mark.parametrize("value", ["no", 0, None])
+def test_a_switch_of_the_template_that_is_no_bool_is_refused_by_name(
+    reader: PromptReader, name: str, value: object
+) -> None:
+    with pytest.raises(InvalidParameterError, match=f"{name} must be True or False; got {value!r}") as caught:
+        reader.render([HELLO], **{name: value})
+    assert caught.value.parameter == name
+
+
+def test_a_numpy_text_is_text(reader: PromptReader) -> None:
+    assert reader.read(np.str_("Hello")) == reader.read("Hello")
 
 
 def test_a_rendered_conversation_knows_where_the_next_turn_leaves_it(reader: PromptReader) -> None:

@@ -46,7 +46,9 @@ def test_a_folder_without_tokenizer_json_is_refused_by_name(tmp_path: Path) -> N
         Tokenizer(tmp_path, 512)
 
 
-@pytest.mark.parametrize("content", ["", "{", "{}", '{"model": 1}', "\x00", "[]"])
+@pytest.mark.parametrize(
+    "content", ["", "{", "{}", '{"model": 1}', "\x00", "[]", "[" * 100_000], ids=lambda content: repr(content[:12])
+)
 def test_a_damaged_tokenizer_json_is_refused_by_name(folder: Path, content: str) -> None:
     (folder / "tokenizer.json").write_text(content)
     with pytest.raises(StartupError, match=r"tokenizer\.json (cannot|must) .* Fetch the file again"):
@@ -179,7 +181,7 @@ def test_an_end_token_outside_the_vocabulary_is_refused(folder: Path) -> None:
 @pytest.mark.parametrize("value", ["x", 1.5, True, -1, [[1]], {"a": 1}])
 def test_an_end_token_that_is_no_id_is_refused(folder: Path, value: object) -> None:
     write_generation_config(folder, eos_token_id=value)
-    with pytest.raises(StartupError, match="eos_token_id"):
+    with pytest.raises(StartupError, match=r"eos_token_id in generation_config\.json"):
         Tokenizer(folder, 512)
 
 
@@ -255,7 +257,7 @@ def test_a_default_out_of_range_is_refused_by_name(folder: Path, name: str, valu
 
 
 @pytest.mark.parametrize("name", ["generation_config.json", "tokenizer_config.json"])
-@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff\xfe"])
+@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff\xfe", b"[" * 100_000], ids=lambda content: repr(content[:6]))
 def test_a_damaged_json_file_is_refused_by_name(folder: Path, name: str, content: bytes) -> None:
     (folder / name).write_bytes(content)
     with pytest.raises(StartupError, match=name):

@@ -170,13 +170,26 @@ def test_what_is_left_of_the_budget_goes_to_the_next_request_if_it_is_a_block() 
     rig.finish()
 
 
-def test_a_short_request_behind_long_ones_shares_their_last_step() -> None:
-    rig = make_rig(budget=10)
-    for name, start in (("a", 0), ("b", 5), ("c", 9)):
-        rig.add(name, LONG[start : start + 25], max_tokens=2)
+def test_a_short_request_behind_long_ones_runs_in_what_their_spans_leave_of_a_step() -> None:
+    rig = make_rig(budget=12)
+    rig.add("a", LONG[:25], max_tokens=2)
+    rig.add("b", LONG[5:30], max_tokens=2)
+    rig.add("c", LONG[9:12], max_tokens=2)
     rig.finish()
-    mixed = [plan for plan in rig.plans if len({row.phase for row in plan.rows}) > 1]
-    assert mixed
+    prefills = [
+        [(row.request_id, row.start, row.end) for row in plan.rows if row.phase is Phase.PREFILL] for plan in rig.plans
+    ]
+    assert [prefill for prefill in prefills if prefill] == [
+        [("a", 0, 12)],
+        [("a", 12, 24)],
+        [
+            ("a", 24, 25),
+            ("b", 0, 8),
+            ("c", 0, 3),
+        ],  # b's span ends on the grid, and c takes the rest
+        [("b", 8, 20)],
+        [("b", 20, 25)],
+    ]
 
 
 def test_two_long_prompts_at_once_both_get_on_with_a_budget_just_below_two_blocks() -> None:

@@ -1,0 +1,250 @@
+"""The command line: `gdn-jax generate`, `serve` and `info`. The one place that sets up logging and prints."""
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterator, MutableMapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Annotated
+
+import tyro
+from tyro.conf import OmitArgPrefixes, UseAppendAction, subcommand
+
+from gdn_jax.errors import ModelError
+from gdn_jax.kernels.dispatch import UnsupportedKernelError
+from gdn_jax.serving.async_llm import AsyncLLM
+from gdn_jax.serving.config import EngineConfig, SettingError
+from gdn_jax.serving.core.errors import EngineError, RequestError, StartupError
+from gdn_jax.serving.http.config import ServerConfig
+from gdn_jax.serving.http.records import JsonFormatter
+from gdn_jax.serving.http.serve import serve
+from gdn_jax.serving.info import describe_model
+from gdn_jax.serving.llm import LLM
+from gdn_jax.serving.outputs import RequestOutput
+from gdn_jax.serving.sampling_params import RequestOutputKind, SamplingParams
+
+# What was given cannot be used: settings, parameters, files. Anything else that is no bug is a failure while running.
+_MISTAKES = (SettingError, RequestError, StartupError, ModelError, UnsupportedKernelError)
+_READER_LEFT = 141  # 128 and the number of SIGPIPE, as shells say it
+_MEMORY_SHARE = "0.95"  # of a card for JAX; the rest is for the driver, its libraries and their workspaces
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How tokens are chosen; what is left out follows the model's generation_config.json.
+
+    Attributes:
+        max_tokens: most tokens to generate.
+        temperature: 0 takes the likeliest token.
+        top_p: keep the fewest tokens whose probabilities sum to this.
+        top_k: keep this many likeliest tokens; 0 keeps all.
+        min_p: drop tokens less likely than this share of the likeliest.
+        sampling_seed: equal seeds give equal tokens.
+        stop: a string that ends the answer; may be given several times.
+        ignore_eos: do not end at the model's end tokens.
+    """
+
+    max_tokens: int = 128
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    sampling_seed: int | None = None
+    stop: UseAppendAction[tuple[str, ...]] = ()
+    ignore_eos: bool = False
+
+    def params(self, defaults: SamplingParams) -> SamplingParams:
+        """Return the defaults with what was given on the command line, for a stream of what is new."""
+        given = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "sampling_seed"}
+        changes = {name: value for name, value in given.items() if value is not None and value != ()}
+        return replace(defaults, seed=self.sampling_seed, output_kind=RequestOutputKind.DELTA, **changes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generate:
+    """Generate text, streaming it to the terminal. Answers go to standard output, everything else to standard error.
+
+    Attributes:
+        prompt: a prompt; give it several times to run several, one after the other, on one cache.
+        engine: settings of the engine.
+        sampling: how tokens are chosen.
+        chat: treat each prompt as a user message and render the model's chat template.
+        quiet: no log lines, no progress bars, no statistics.
+        verbose: also one log line per step.
+    """
+
+    prompt: UseAppendAction[tuple[str, ...]]
+    engine: OmitArgPrefixes[EngineConfig]
+    sampling: OmitArgPrefixes[Sampling] = field(default_factory=Sampling)
+    chat: bool = False
+    quiet: bool = False
+    verbose: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Info:
+    """Say what a model is, what it needs, and what fits; reads config.json alone.
+
+    Attributes:
+        model: folder with config.json, or a config file.
+        memory_gib: memory of a device, for what fits.
+        dtype: of weights, activations and KV: auto, bfloat16, float16 or float32.
+        json: print JSON.
+    """
+
+    model: str
+    memory_gib: float = 139.0
+    dtype: str = "auto"
+    json: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serve:
+    """Answer HTTP requests in OpenAI's form; `docs/http.md` says which.
+
+    Attributes:
+        engine: settings of the engine.
+        server: settings of the server.
+        quiet: only warnings, no progress bars.
+        verbose: also one log line per step.
+    """
+
+    engine: OmitArgPrefixes[EngineConfig]
+    server: OmitArgPrefixes[ServerConfig] = field(default_factory=ServerConfig)
+    quiet: bool = False
+    verbose: bool = False
+
+
+_Command = (
+    Annotated[Generate, subcommand("generate")]
+    | Annotated[Serve, subcommand("serve")]
+    | Annotated[Info, subcommand("info")]
+)
+
+
+class _OutputError(Exception):
+    """Standard output takes no more."""
+
+
+def run() -> int:
+    """Run the command line; return its exit code.
+
+    A mistake of the user's is one line and exit code 2, a failure while running one line and 1; a reader of standard
+    output that left is no line and 141, as if the signal for it had ended the process. A bug is a traceback.
+    """
+    command = tyro.cli(_Command, prog="gdn-jax")
+    _let_jax_use_the_card(os.environ)
+    try:
+        if isinstance(command, Generate):
+            return _generate(command)
+        if isinstance(command, Serve):
+            _serve(command)
+        else:
+            _info(command)
+    except _MISTAKES as mistake:
+        sys.stderr.write(f"gdn-jax: {_one_line(mistake)}\n")
+        return 2
+    except EngineError as failure:
+        sys.stderr.write(f"gdn-jax: {_one_line(failure)}\n")
+        return 1
+    except _OutputError as failure:
+        _drop_output()
+        if isinstance(failure.__cause__, BrokenPipeError):
+            return _READER_LEFT
+        sys.stderr.write(f"gdn-jax: {_one_line(failure)}\n")
+        return 1
+    return 0
+
+
+def _write(text: str) -> None:
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except OSError as error:
+        raise _OutputError(f"standard output cannot be written: {error}; send it elsewhere") from error
+
+
+def _drop_output() -> None:
+    """Let standard output lead nowhere: what it still holds would fail again when the process ends."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+
+
+def _let_jax_use_the_card(environment: MutableMapping[str, str]) -> None:
+    """Let JAX have nearly all of a GPU, as this process runs nothing else; it reads the variable when it first runs."""
+    if not {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"} & set(environment):
+        environment["XLA_CLIENT_MEM_FRACTION"] = _MEMORY_SHARE
+
+
+def _one_line(problem: Exception) -> str:
+    return " ".join(str(problem).split())
+
+
+def _set_up_logging(command: Generate | Serve, formatter: logging.Formatter | None = None) -> None:
+    level = logging.WARNING if command.quiet else logging.DEBUG if command.verbose else logging.INFO
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(formatter or logging.Formatter("%(levelname).1s %(message)s"))
+    ours = logging.getLogger("gdn_jax")
+    ours.addHandler(handler)
+    ours.setLevel(level)
+
+
+def _generate(command: Generate) -> int:
+    """Return the exit code: 1 if an answer ended with an error."""
+    _set_up_logging(command)
+    command.sampling.params(SamplingParams())  # refused now, not when the model is loaded
+    llm = LLM(command.engine.model, **_settings(command.engine), use_tqdm=not command.quiet)
+    params = command.sampling.params(llm.get_default_sampling_params())
+    ends: list[str | None] = []
+    for prompt in command.prompt:
+        if command.chat:
+            outputs = llm.stream_chat([{"role": "user", "content": prompt}], params)
+        else:
+            outputs = llm.stream(prompt, params)
+        ends.append(_show(outputs, quiet=command.quiet))
+    return int("error" in ends)
+
+
+def _serve(command: Serve) -> None:
+    lines = logging.Formatter("%(asctime)s %(levelname).1s %(message)s")
+    _set_up_logging(command, JsonFormatter() if command.server.log_json else lines)
+    for handler in logging.getLogger("gdn_jax").handlers:
+        logging.getLogger("uvicorn").addHandler(handler)
+    settings = _settings(command.engine)
+    serve(
+        lambda: AsyncLLM(command.engine.model, **settings, use_tqdm=not command.quiet),
+        command.server,
+        model=command.engine.model,
+    )
+
+
+def _settings(config: EngineConfig) -> dict[str, object]:
+    return {item.name: getattr(config, item.name) for item in fields(config) if item.name != "model"}
+
+
+def _show(outputs: Iterator[RequestOutput], *, quiet: bool) -> str | None:
+    """Stream one answer, say what it cost, and return why it ended."""
+    num_tokens, output = 0, None
+    for output in outputs:
+        num_tokens += len(output.outputs[0].token_ids)
+        _write(output.outputs[0].text)
+    _write("\n")
+    if output is None:
+        return None
+    if not quiet:
+        sys.stderr.write(
+            f"[{len(output.prompt_token_ids)} prompt tokens, {output.num_cached_tokens} of them cached; "
+            f"{num_tokens} generated; {output.outputs[0].finish_reason}]\n"
+        )
+    return output.outputs[0].finish_reason
+
+
+def _info(command: Info) -> None:
+    report = describe_model(command.model, memory_gib=command.memory_gib, dtype=command.dtype)
+    if command.json:
+        _write(json.dumps(report, indent=2) + "\n")
+        return
+    width = max(map(len, report))
+    _write("".join(f"{name.replace('_', ' '):{width}}  {value}\n" for name, value in report.items()))
