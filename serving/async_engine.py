@@ -37,12 +37,18 @@ class _Reader:
     loop: asyncio.AbstractEventLoop
     items: asyncio.Queue[_Item] = field(default_factory=asyncio.Queue[_Item])
 
-    def put(self, item: _Item) -> None:
-        """Hand over from the engine's thread; a loop that is gone has nobody left to read."""
-        try:
-            self.loop.call_soon_threadsafe(self.items.put_nowait, item)
-        except RuntimeError:
-            _LOG.debug("a reader's event loop is closed")
+
+def _hand_over(loop: asyncio.AbstractEventLoop, items: Sequence[tuple[_Reader, _Item]]) -> None:
+    """Give items to their readers from the engine's thread, waking their loop once; one that is gone reads nothing."""
+
+    def put() -> None:
+        for reader, item in items:
+            reader.items.put_nowait(item)
+
+    try:
+        loop.call_soon_threadsafe(put)
+    except RuntimeError:
+        _LOG.debug("the event loop of %d readers is closed", len(items))
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,8 +187,7 @@ class AsyncEngine:
         try:
             while self._obey():
                 if self._engine.has_work:
-                    for output in self._engine.step():
-                        self._deliver(output)
+                    self._deliver(self._engine.step())
         except BaseException as error:  # the thread's top: a bug, or a device that is lost
             _LOG.exception("the engine stops on a failure of its own")
             self._failure = error
@@ -204,19 +209,23 @@ class AsyncEngine:
             command.run()
             block = False
 
-    def _deliver(self, output: EngineOutput) -> None:
-        reader = self._readers.get(output.request_id)
-        if reader is None:
-            return
-        if output.output.finish_reason is not None:
-            del self._readers[output.request_id]
-        reader.put(output)
+    def _deliver(self, outputs: Sequence[EngineOutput]) -> None:
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Reader, _Item]]] = {}
+        for output in outputs:
+            reader = self._readers.get(output.request_id)
+            if reader is None:
+                continue
+            if output.output.finish_reason is not None:
+                del self._readers[output.request_id]
+            by_loop.setdefault(reader.loop, []).append((reader, output))
+        for loop, items in by_loop.items():
+            _hand_over(loop, items)
 
     def _refuse_rest(self) -> None:
         """Tell all who wait, for outputs or for their turn, that nothing will come."""
         readers, self._readers = set(self._readers.values()), {}
         for reader in readers:
-            reader.put(self._stopped())
+            _hand_over(reader.loop, [(reader, self._stopped())])
         while True:
             try:
                 command = self._commands.get_nowait()

@@ -288,4 +288,4 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Return counts since start and gauges now."""
-        return self._counts.stats(self._scheduler)
+        return self._counts.stats(self._scheduler, num_compiled=self._runner.num_compiled)

@@ -69,6 +69,7 @@ class EngineStats:
         preemptions: requests that gave everything back.
         steps: steps run.
         failed_steps: steps that raised.
+        compilations: steps compiled, one per phase and padded size.
         checkpoints: published now.
         blocks_used: held now, of `blocks`.
         blocks: KV blocks in all.
@@ -102,6 +103,7 @@ class EngineStats:
     finished_requests: int = 0
     aborted_requests: int = 0
     failed_requests: int = 0
+    compilations: int = 0
 
 
 @dataclass(kw_only=True)
@@ -126,8 +128,8 @@ class EngineCounts:
     failed_requests: int = 0
     evictions_before: int = 0
 
-    def stats(self, scheduler: Scheduler) -> EngineStats:
-        """Return these, the scheduler's, and its gauges now."""
+    def stats(self, scheduler: Scheduler, *, num_compiled: int) -> EngineStats:
+        """Return these, the scheduler's, the runner's count of compiled steps, and gauges now."""
         counts, holdings = scheduler.counts, scheduler.holdings
         return EngineStats(
             queried_tokens=counts.queried_tokens,
@@ -151,4 +153,5 @@ class EngineCounts:
             finished_requests=self.finished_requests,
             aborted_requests=self.aborted_requests,
             failed_requests=self.failed_requests,
+            compilations=num_compiled,
         )

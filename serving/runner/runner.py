@@ -71,6 +71,7 @@ class Runner:
         self._config, self._dtype = model.config, model.dtype
         self._sizes, self._buckets = sizes, buckets
         self._requests: dict[RequestId, RequestSampling] = {}
+        self._shapes: set[tuple[str | int, ...]] = set()
         self._state: ModelState | None = None
         self.reset()
 
@@ -165,13 +166,20 @@ class Runner:
         batch = build_prefill(rows, self._tables, buckets, self._sizes.block_size)
         sampling = self._lanes.gather(padded_lanes(rows, batch.rows.length.shape[0], self._sizes.num_lanes))
         words, self._state = prefill_step(self._static, self._params, self.state, batch, sampling)
+        self._shapes.add(("prefill", *batch.token_ids.shape, *batch.block_tables.shape))
         return words
 
     def _advance(self, rows: Sequence[RowPlan], buckets: Buckets) -> Array:
         batch = build_advance(rows, self._tables, buckets, window=self._sizes.window)
         sampling = self._lanes.gather(np.asarray(batch.lane))
         words, self._state = advance_step(self._static, self._params, self.state, batch, sampling)
+        self._shapes.add(("advance", *batch.token_ids.shape, *batch.block_tables.shape))
         return words
+
+    @property
+    def num_compiled(self) -> int:
+        """Steps compiled for this engine: shapes that a step was called with."""
+        return len(self._shapes)
 
     def _results(self, rows: Sequence[RowPlan], outputs: StepOutputs) -> Iterator[RowResult]:
         block_size, tokens, finite = self._sizes.block_size, outputs.tokens.tolist(), outputs.finite.tolist()

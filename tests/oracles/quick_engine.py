@@ -57,6 +57,11 @@ class QuickRunner(Runner):
             raise self.reset_error
         self.device = TellTaleRunner(block_size=BLOCK, vocabulary=VOCABULARY, num_drafts=self._num_drafts)
 
+    @property
+    def num_compiled(self) -> int:
+        """Return none: nothing is compiled here."""
+        return 0
+
     def add(self, request_id: RequestId, sampling: RequestSampling) -> None:
         """Make a request known."""
         self.known[request_id] = sampling

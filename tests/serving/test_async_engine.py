@@ -54,6 +54,24 @@ def raise_bug(*anything: object) -> None:
     raise InvariantError("the books contradict themselves")
 
 
+def test_a_step_wakes_its_readers_event_loop_once_however_many_rows_it_had() -> None:
+    async def scenario(rig: Rig) -> None:
+        loop, wakes = asyncio.get_running_loop(), list[object]()
+        wake = loop.call_soon_threadsafe
+
+        def count(function: Callable[..., object], *args: object, **options: object) -> object:
+            wakes.append(function)
+            return wake(function, *args, **options)  # pyright: ignore[reportArgumentType]
+
+        steps = rig.inner.stats().steps
+        loop.call_soon_threadsafe = count  # pyright: ignore[reportAttributeAccessIssue]
+        await asyncio.gather(*(rig.last(40, [index, 2, 3]) for index in range(4)))
+        handed_over = [function for function in wakes if getattr(function, "__name__", "") == "put"]
+        assert 40 <= len(handed_over) <= rig.inner.stats().steps - steps
+
+    run(scenario)
+
+
 def test_readers_get_their_own_answers() -> None:
     async def scenario(rig: Rig) -> None:
         prompts = [[index, 2, 3] for index in range(20)]

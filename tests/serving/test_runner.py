@@ -177,6 +177,7 @@ def test_nothing_is_traced_after_warm_up_whatever_requests_ask_for(broken: Langu
         run(runner, *mixed)
         run(runner, span("e", 0, range(64), new_blocks=blocks(1, 2, 3, 4)))
     assert events == []
+    assert runner.num_compiled == 4
 
 
 def test_a_step_asks_the_device_once_and_gets_one_array_per_call(broken: LanguageModel, monkeypatch: Any) -> None:
