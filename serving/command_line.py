@@ -15,7 +15,7 @@ from gdn_jax.errors import ModelError
 from gdn_jax.kernels.dispatch import UnsupportedKernelError
 from gdn_jax.serving.async_llm import AsyncLLM
 from gdn_jax.serving.config import EngineConfig, SettingError
-from gdn_jax.serving.core.errors import EngineError, RequestError, StartupError
+from gdn_jax.serving.core.errors import EngineError, InvalidPromptError, RequestError, StartupError
 from gdn_jax.serving.http.config import ServerConfig
 from gdn_jax.serving.http.records import JsonFormatter
 from gdn_jax.serving.http.serve import serve
@@ -193,6 +193,8 @@ def _set_up_logging(command: Generate | Serve, formatter: logging.Formatter | No
 
 def _generate(command: Generate) -> int:
     """Return the exit code: 1 if an answer ended with an error."""
+    if not command.prompt or not all(command.prompt):
+        raise InvalidPromptError("a prompt must have some text; got none; give --prompt TEXT", parameter="prompt")
     _set_up_logging(command)
     command.sampling.params(SamplingParams())  # refused now, not when the model is loaded
     llm = LLM(command.engine.model, **_settings(command.engine), use_tqdm=not command.quiet)

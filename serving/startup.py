@@ -186,7 +186,8 @@ def _load(
     model = abstract_model(model_config, dtype=jnp.dtype(dtype), implementation=implementation)
     if config.load_format == "dummy":
         return dummy_weights(model, config.seed)
-    with tqdm(desc="loading weights", unit="B", unit_scale=True, disable=not show_progress, leave=False) as bar:
+    hidden = None if show_progress else True  # None: where standard error is no terminal, the log lines tell
+    with tqdm(desc="loading weights", unit="B", unit_scale=True, disable=hidden, leave=False) as bar:
         return load_weights(model, model_config, config.model, progress=_advance(bar))
 
 
@@ -219,7 +220,7 @@ def _compose(
     )
     runner = Runner(model, sizes, buckets, num_valid_tokens=tokenizer.num_tokens)
     if config.warm_up is True or (config.warm_up == "auto" and jax.default_backend() != "cpu"):
-        with tqdm(desc="compiling", unit="step", disable=not show_progress, leave=False) as bar:
+        with tqdm(desc="compiling", unit="step", disable=None if show_progress else True, leave=False) as bar:
             runner.warm_up(_advance(bar))
     limits = Limits(
         num_blocks=memory.num_blocks,

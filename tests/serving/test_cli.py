@@ -220,3 +220,14 @@ def test_jax_gets_nearly_the_whole_card_unless_the_user_says_otherwise(monkeypat
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.3")  # JAX takes either, and refuses both
     run(monkeypatch, "info", "--model", str(TINY))
     assert "XLA_CLIENT_MEM_FRACTION" not in os.environ
+
+
+@pytest.mark.parametrize("prompts", [[], ["--prompt", ""]])
+def test_generate_without_a_prompt_is_a_mistake_told_before_anything_is_loaded(
+    prompts: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["gdn-jax", "generate", "--model", "no-such-folder", *prompts])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert "give --prompt TEXT" in capsys.readouterr().err
