@@ -9,6 +9,8 @@ from starlette.requests import Request
 from starlette.types import Receive
 
 from gdn_jax.serving.http.errors import HTTPError, invalid, timed_out
+from gdn_jax.serving.http.records import record_of
+from gdn_jax.serving.http.state import ServerState
 
 _PLACE = re.compile(r"(?P<words>.*?)(?: - at `(?:key in )?\$(?P<place>.*)`)?", flags=re.DOTALL)
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", flags=re.DOTALL)
@@ -20,29 +22,37 @@ class ClientLeftError(Exception):
     """The client closed the connection before its body was whole; nobody is there to answer."""
 
 
-async def read_body(request: Request, *, limit: int, timeout: float) -> bytes:
+async def read_body(request: Request, state: ServerState) -> bytes:
     """Return the whole body.
 
     Args:
         request: a request nobody has read from.
-        limit: most bytes.
-        timeout: seconds in which the whole of it must arrive.
+        state: of the server, whose settings say how large it may be and how long it may take.
 
     Raises:
-        HTTPError: it is larger than the limit (413), says that it is no JSON (415), or does not arrive in time (408).
+        HTTPError: it is larger than the limit (413), says that it is no JSON or is compressed (415), does not arrive in
+            time (408), or the server stops meanwhile (503).
         ClientLeftError: the client is gone.
     """
+    limit, timeout = state.config.max_body_bytes, state.config.body_timeout
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise invalid(f"content-type must be application/json; got {kind!r}", status=415, code="unsupported_media_type")
+    coding = request.headers.get("content-encoding", "").strip().lower() or "identity"
+    if coding != "identity":
+        message = f"content-encoding must be identity; got {coding!r:.80}; send the body as it is"
+        raise invalid(message, status=415, code="unsupported_media_type")
     length = request.headers.get("content-length", "0")
     if length.isdecimal() and int(length[:20]) > limit:
         raise _too_large(limit)
     try:
-        async with asyncio.timeout(timeout):
-            return await _read(request.receive, limit)
+        with state.reading():
+            async with asyncio.timeout(timeout):
+                body = await _read(request.receive, limit)
     except TimeoutError:
         raise timed_out(f"the request's body must arrive within {timeout:g} s; send it faster", status=408) from None
+    record_of(request.scope).body_read = True
+    return body
 
 
 async def _read(receive: Receive, limit: int) -> bytes:

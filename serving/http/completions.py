@@ -43,7 +43,7 @@ class Completions:
         state, request = self._state, Request(scope, receive)
         record_of(scope).path = PATH
         backend = state.serving()
-        body = await read_body(request, limit=state.config.max_body_bytes, timeout=state.config.body_timeout)
+        body = await read_body(request, state)
         asked = decode(body, _decoder)
         state.check_model(asked.model)
         await run(_job(asked, backend, state), state, request, send)

@@ -64,7 +64,7 @@ class CompletionLogprobs:
         Args:
             names: writes tokens.
             tokens: knows their bytes.
-            num_top: alternatives per token.
+            num_top: likeliest tokens per token; the chosen one is given besides, if it is none of them.
             start: offset of the first token: the length of the echoed prompt.
         """
         self._names, self._tokens, self._num_top = names, tokens, num_top
@@ -86,7 +86,8 @@ class CompletionLogprobs:
             ],
             "top_logprobs": [
                 {names.name(other): _finite(found.logprob) for other, found in _top(report, self._num_top)}
-                for report in reports
+                | {names.name(token_id): _finite(report[token_id].logprob)}  # the chosen one, however unlikely
+                for token_id, report in zip(token_ids, reports, strict=True)
             ],
             "text_offset": offsets,
         }

@@ -52,9 +52,9 @@ class Metrics:
         """Count a completion that ended."""
         self._completions.labels(reason).inc()
 
-    def count_request(self, path: str, status: int) -> None:
-        """Count an HTTP request that was answered; `path` is one of the server's own."""
-        self._requests.labels(path, str(status)).inc()
+    def count_request(self, path: str, status: str) -> None:
+        """Count an HTTP request; `path` is one of the server's own, `status` is "left" if its client did not wait."""
+        self._requests.labels(path, status).inc()
 
     async def render(self, backend: Backend | None) -> bytes:
         """Return everything as text; the engine's last known numbers if it does not answer in time.

@@ -4,6 +4,7 @@ From the outside in: Recording (request ids, the log's line), CORS (the framewor
 Keys.
 """
 
+import asyncio
 import logging
 import re
 from collections.abc import Sequence
@@ -15,12 +16,13 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gdn_jax.serving.http.bodies import ClientLeftError
-from gdn_jax.serving.http.errors import Refusal, refusal_of, unauthorized
+from gdn_jax.serving.http.errors import Refusal, refusal_of, unauthorized, unavailable
 from gdn_jax.serving.http.metrics import Metrics
 from gdn_jax.serving.http.records import Record, fresh_hex, record_of
 
 _LOG = logging.getLogger(__name__)
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_NOT_NOW = frozenset({"starting", "draining"})  # codes of refusals with a status of 500 or more that are no failures
 OPEN_PATHS = frozenset({"/health", "/ready", "/version", "/metrics", "/openapi.json"})  # no key is asked for
 
 
@@ -67,6 +69,9 @@ class Answering:
             await self._app(scope, receive, send)
         except ClientLeftError:
             record_of(scope).outcome = "abort"
+        except asyncio.CancelledError:  # only a server that ends cancels, and nobody above would do more than log it
+            if not record_of(scope).status:
+                await send_refusal(unavailable("the server stopped; ask another one", "draining").refusal, scope, send)
         except HTTPException as error:
             allowed = (error.headers or {}).get("Allow", "")
             await send_refusal(_refusal_of_router(scope, error.status_code, allowed), scope, send)
@@ -104,10 +109,19 @@ class Keys:
 
 
 async def send_refusal(refusal: Refusal, scope: Scope, send: Send) -> None:
-    """Answer with an error."""
+    """Answer with an error, and close the connection if a body is still on its way that nobody will read."""
     record = record_of(scope)
-    record.outcome = record.outcome or ("error" if refusal.status >= 500 else "refused")
-    await send_json(refusal.body(), send, status=refusal.status, headers=dict(refusal.headers))
+    ours = refusal.status >= 500 and refusal.code not in _NOT_NOW
+    record.outcome = record.outcome or ("error" if ours else "refused")
+    headers = dict(refusal.headers)
+    if not record.body_read and _has_body(scope):
+        headers["connection"] = "close"
+    await send_json(refusal.body(), send, status=refusal.status, headers=headers)
+
+
+def _has_body(scope: Scope) -> bool:
+    headers = Headers(scope=scope)
+    return "transfer-encoding" in headers or headers.get("content-length", "0").strip() != "0"
 
 
 async def send_json(body: bytes, send: Send, *, status: int = 200, headers: dict[str, str] | None = None) -> None:

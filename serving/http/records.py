@@ -27,6 +27,7 @@ class Record:
         began: when it arrived, of the monotonic clock.
         status: HTTP status; 0 if nothing was answered.
         outcome: how it ended: finish reasons, or "abort", "timeout", "error", "refused".
+        body_read: whether its body was read whole.
         stream: whether it streams.
         prompt_tokens: of all prompts.
         cached_tokens: of those, from the prefix cache.
@@ -41,6 +42,7 @@ class Record:
     began: float = field(default_factory=time.perf_counter)
     status: int = 0
     outcome: str = ""
+    body_read: bool = False
     stream: bool = False
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -76,7 +78,7 @@ class Record:
 
     def close(self) -> None:
         """Write the log's line and count the request."""
-        self.metrics.count_request(self.path, self.status)
+        self.metrics.count_request(self.path, str(self.status) if self.status else "left")
         fields = self.fields()
         level = logging.INFO if self.method == "POST" or self.status >= 400 else logging.DEBUG
         if _LOG.isEnabledFor(level):

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import signal
 import socket
 import threading
@@ -19,6 +20,7 @@ from gdn_jax.serving.http.state import ServerState
 _LOG = logging.getLogger(__name__)
 _BACKLOG = 2048  # connections that the system holds until the server takes them
 _LAST_SECONDS = 5  # for requests that were interrupted to say so
+_LAST_MOMENT = 1.0  # the same after a second signal
 _LOOK_EVERY = 0.5  # seconds between two looks at whether the engine still runs
 
 
@@ -55,6 +57,7 @@ class Server(uvicorn.Server):
         self._make_backend, self._state = make_backend, state
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop = asyncio.Event()
+        self._signalled = False
 
     @property
     def port(self) -> int:
@@ -72,11 +75,22 @@ class Server(uvicorn.Server):
             self._life = asyncio.create_task(self._live())
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Drain at the first signal, stop at once at the second."""
-        if self._loop is None or self._stop.is_set():
+        """Drain at the first signal, end the process at the second."""
+        name = signal.Signals(sig).name
+        if self._loop is None:
             self.should_exit = self.force_exit = True
-        if self._loop is not None:
-            _LOG.info("%s: no new requests; %d to finish", signal.Signals(sig).name, self._state.num_live)
+        elif self._signalled or self._stop.is_set():
+            _LOG.info("%s again: %d requests are interrupted", name, self._state.num_live)
+            self.should_exit = self.force_exit = True
+            self.stop()
+            # The engine's thread may be compiling, which takes minutes and cannot be interrupted, and a process waits
+            # for its threads. What is interrupted gets a moment to be told so.
+            last = threading.Timer(_LAST_MOMENT, lambda: os._exit(0 if self.problem is None else 1))
+            last.daemon = True
+            last.start()
+        else:
+            self._signalled = True
+            _LOG.info("%s: no new requests; %d to finish", name, self._state.num_live)
             self.stop()
 
     def stop(self) -> None:
@@ -105,6 +119,7 @@ class Server(uvicorn.Server):
             self.problem = error
         finally:
             self._state.close()
+            self._state.stop_reading()
             if backend is not None:
                 await asyncio.to_thread(backend.shutdown)
             self.should_exit = True

@@ -64,6 +64,7 @@ class ServerState:
         self.defaults = SamplingParams()
         self._phase: Phase = "starting"
         self._live: set[Live] = set()
+        self._readers: set[Live] = set()  # requests whose body is still to come
         self._num_completions = 0  # asked for by live requests
         self._idle = asyncio.Event()
         self._idle.set()
@@ -127,10 +128,7 @@ class ServerState:
         if self._num_completions >= limit:
             waiting = self._num_completions - backend.max_num_seqs
             raise too_many(f"at most {self.config.max_waiting} completions may wait; {waiting} do; try again later")
-        task = asyncio.current_task()
-        if task is None:
-            raise RuntimeError("a request is answered outside of a task")
-        live = Live(task)
+        live = Live(_this_task())
         self._live.add(live)
         self._num_completions += num_completions
         self._idle.clear()
@@ -154,8 +152,35 @@ class ServerState:
             return False
         return True
 
+    @contextmanager
+    def reading(self) -> Generator[None]:
+        """Read a body for as long as the block runs, which `stop_reading` may end.
+
+        Raises:
+            HTTPError: 503, it was ended.
+        """
+        task = _this_task()
+        reader = Live(task)
+        self._readers.add(reader)
+        try:
+            yield
+        except asyncio.CancelledError:
+            if reader.reason is None:
+                raise  # not by us
+            task.uncancel()
+            raise reader.reason from None
+        finally:
+            reader.end()
+            self._readers.discard(reader)
+
+    def stop_reading(self) -> None:
+        """Interrupt every request whose body has not arrived: none of them would be taken in any more."""
+        for reader in list(self._readers):
+            reader.stop(unavailable("the server stopped before the body was whole; ask another one", "draining"))
+
     def stop_all(self) -> None:
-        """Interrupt every live request."""
+        """Interrupt every live request, and every one whose body has not arrived."""
+        self.stop_reading()
         for live in list(self._live):
             live.stop(unavailable("the server stopped before this request was done; ask another one", "draining"))
 
@@ -173,3 +198,10 @@ class ServerState:
                 status=404,
                 code="model_not_found",
             )
+
+
+def _this_task() -> asyncio.Task[object]:
+    task = asyncio.current_task()
+    if task is None:
+        raise RuntimeError("a request is answered outside of a task")
+    return task

@@ -130,7 +130,7 @@ class EventSink:
     async def finish(self) -> None:
         """Send the usage if asked for, and the end of the stream."""
         last = b""
-        if self._with_usage or self._with_usage_always:
+        if self._with_usage:
             last = self._form.last(b',"usage":' + encode(usage_of(self._record)))
         await self._write(last + _DONE, more=False)
 

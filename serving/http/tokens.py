@@ -87,9 +87,8 @@ class Detokenize:
 
 
 async def _read(state: ServerState, scope: Scope, receive: Receive) -> tuple[Backend, bytes]:
-    backend, config = state.serving(), state.config
-    body = await read_body(Request(scope, receive), limit=config.max_body_bytes, timeout=config.body_timeout)
-    return backend, body
+    backend = state.serving()
+    return backend, await read_body(Request(scope, receive), state)
 
 
 def _encoder(asked: TokenizeRequest, backend: Backend, state: ServerState) -> Callable[[], EncodedPrompt]:

@@ -11,11 +11,13 @@ What clients send varies; what a template sees does not:
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import cast
 
 from gdn_jax.serving.core.errors import InvalidParameterError, UnsupportedParameterError
 
+_NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")  # as JSON has to write it, the backslash not itself escaped
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -126,6 +128,10 @@ def _arguments(arguments: object, where: str) -> Mapping[str, object]:
             raise InvalidParameterError(
                 f"{where} must be JSON: {error}; got {arguments!r:.80}", parameter=where
             ) from None
+        if _NUL.search(arguments):
+            raise InvalidParameterError(
+                f"{where} must not hold the character U+0000; got {arguments!r:.80}; leave it out", parameter=where
+            )
     if parsed is None:
         return {}
     if not isinstance(parsed, Mapping):

@@ -148,3 +148,16 @@ def test_merging_keeps_every_system_text_in_order_in_front() -> None:
     assert [message["content"] for message in merged] == ["1\n\n2\n\n3", "a", "b", "c"]
     assert [message["role"] for message in merged] == ["system", "user", "assistant", "user"]
     assert merge_system([USER]) == [USER]
+
+
+def test_arguments_whose_inner_json_spells_a_nul_are_refused_by_place() -> None:
+    def asked(arguments: str) -> list[dict[str, object]]:
+        call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+        return normalize([{"role": "assistant", "content": "", "tool_calls": [call]}])
+
+    for text in (r'{"a": "x\u0000"}', r'{"a": [{"b\u0000": 1}]}', r'{"a": "\\\u0000"}'):
+        with pytest.raises(InvalidParameterError, match="U\\+0000") as caught:
+            asked(text)
+        assert caught.value.parameter == "messages[0].tool_calls[0].function.arguments"
+    (message,) = asked(r'{"a": "\\u0000"}')  # a backslash and five characters, which is no NUL
+    assert message["tool_calls"][0]["function"]["arguments"] == {"a": "\\u0000"}

@@ -6,6 +6,8 @@ import pytest
 from http_rig import LiveServer, chat, completion, joined, live_server, spelling, streamed, texts_of
 
 from benchmarks.stub_engine import StubEngine
+from gdn_jax.serving.http.logprobs import CompletionLogprobs, TokenNames, chat_entries
+from gdn_jax.serving.outputs import Logprob
 
 IM_END = 306
 PATHS = {"/v1/completions": completion, "/v1/chat/completions": chat}
@@ -154,6 +156,28 @@ def test_logprobs_of_completions_have_one_entry_per_token_and_true_offsets() -> 
         body["return_tokens_as_token_ids"] = True
         (choice,) = server.post("/v1/completions", body).json()["choices"]
         assert choice["logprobs"]["tokens"][2] == "token_id:64"
+
+
+@pytest.mark.parametrize(("num_top", "expected"), [(0, {"c": -7.0}), (2, {"a": -0.5, "b": -1.0, "c": -7.0})])
+def test_completions_give_the_sampled_token_besides_the_likeliest(num_top: int, expected: dict[str, float]) -> None:
+    tokens = StubEngine().get_tokenizer()
+    likeliest, second, sampled = tokens.encode("abc")
+    report = {
+        sampled: Logprob(logprob=-7.0, rank=40),
+        likeliest: Logprob(logprob=-0.5, rank=1),
+        second: Logprob(logprob=-1.0, rank=2),
+    }
+    writer = CompletionLogprobs(TokenNames(tokens, as_ids=False), tokens, num_top, 0)
+    assert writer.write([sampled], [report])["top_logprobs"] == [expected]
+    (entry,) = chat_entries([sampled], [report], num_top, TokenNames(tokens, as_ids=False))
+    assert len(entry["top_logprobs"]) == num_top
+
+
+def test_continuous_usage_alone_adds_no_chunk_without_choices(server: LiveServer) -> None:
+    body = completion(max_tokens=4, ignore_eos=True, stream_options={"continuous_usage_stats": True})
+    found = streamed(server, "/v1/completions", body)
+    assert all(event["choices"] for event in found)
+    assert found[-1]["usage"]["completion_tokens"] == 4
 
 
 def test_echo_alone_returns_the_prompt_and_generates_nothing(server: LiveServer) -> None:

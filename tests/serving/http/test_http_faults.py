@@ -191,3 +191,24 @@ def test_what_loading_raises_is_raised_to_whoever_serves(caplog) -> None:
     with caplog.at_level(logging.INFO), pytest.raises(MemoryError, match="no room"):
         serve(make, ServerConfig(port=0), model="m")
     assert "listening" in caplog.text
+
+
+def test_an_answer_that_the_end_of_the_server_cancels_leaves_no_trace() -> None:
+    sent: list[dict] = []
+
+    async def waits(scope, receive, send) -> None:
+        await asyncio.Event().wait()
+
+    async def run() -> None:
+        async def send(message) -> None:
+            sent.append(message)
+
+        app = Recording(Answering(waits), Metrics("m", with_vllm_names=False))
+        task = asyncio.create_task(app({"type": "http", "method": "GET", "path": "/", "headers": []}, None, send))
+        await asyncio.sleep(0)
+        task.cancel()
+        await task
+
+    asyncio.run(run())
+    assert sent[0]["status"] == 503
+    assert b"draining" in sent[1]["body"]

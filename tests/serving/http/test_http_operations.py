@@ -360,6 +360,96 @@ def test_sigterm_under_load_loses_no_accepted_request() -> None:
         assert not [line for line in rest if "Traceback" in line or "ERROR" in line]
 
 
+def test_a_refusal_before_the_body_was_read_closes_the_connection() -> None:
+    with live_server(max_body_mib=0.01, body_timeout=0.3, api_key=("key",)) as server:
+        key = b"authorization: Bearer key\r\n"
+        chunk = b"2710\r\n" + b"a" * 10_000 + b"\r\n"
+        cases = {
+            401: (b"POST /v1/completions", b"content-length: 999\r\n", b""),
+            404: (b"POST /nothing", key + b"content-length: 999\r\n", b""),
+            405: (b"PUT /v1/completions", key + b"content-length: 999\r\n", b""),
+            408: (b"POST /v1/completions", key + b"content-length: 999\r\n", b"{"),
+            413: (b"POST /v1/completions", key + b"transfer-encoding: chunked\r\n", chunk * 2),
+            415: (b"POST /v1/completions", key + b"content-encoding: gzip\r\ncontent-length: 999\r\n", b""),
+        }
+        for status, (line, headers, body) in cases.items():
+            connection = connected(server)
+            connection.sendall(line + b" HTTP/1.1\r\nhost: a\r\n" + headers + b"\r\n" + body)
+            answer = all_of(connection)  # ends, as the server closes
+            assert answer.startswith(b"HTTP/1.1 %d" % status), answer
+            assert b"connection: close" in answer
+        headers = {"authorization": "Bearer key"}
+        assert "connection" not in server.get("/nothing", headers=headers).headers
+        assert "connection" not in server.post("/v1/completions", {"prompt": 1}, headers=headers).headers
+
+
+def all_of(connection: socket.socket) -> bytes:
+    found = b""
+    while part := connection.recv(1 << 16):
+        found += part
+    connection.close()
+    return found
+
+
+def test_a_body_that_is_half_sent_when_the_server_stops_gets_503(caplog) -> None:
+    with live_server() as server:
+        connection = connected(server)
+        connection.sendall(raw(completion())[:-10])
+        wait_for(lambda: server.state._readers)
+        began = time.monotonic()
+        with caplog.at_level(logging.INFO):
+            server.stop()
+        assert time.monotonic() - began < 4
+        answer = all_of(connection)
+        assert answer.startswith(b"HTTP/1.1 503")
+        assert b'"code":"draining"' in answer
+        assert "Traceback" not in caplog.text
+        assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+        assert "outcome=refused" in caplog.text
+
+
+def test_a_client_that_leaves_before_its_answer_is_not_counted_as_answered() -> None:
+    with live_server() as server:
+        connection = connected(server)
+        connection.sendall(raw(completion())[:-10])
+        wait_for(lambda: server.state._readers)
+        connection.close()
+        wait_for(lambda: 'path="/v1/completions",status="left"} 1.0' in server.get("/metrics").text)
+
+
+COMPILING = """
+import logging, sys, time
+sys.path.insert(0, {root!r})
+from benchmarks.stub_engine import StubEngine
+from gdn_jax.serving.http.config import ServerConfig
+from gdn_jax.serving.http.serve import serve
+class Compiling(StubEngine):
+    def shutdown(self):
+        time.sleep(60)
+logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
+serve(Compiling, ServerConfig(port=0), model="stub")
+"""
+
+
+def test_a_second_signal_ends_the_process_at_once_whatever_the_engine_does() -> None:
+    command = [sys.executable, "-c", COMPILING.format(root=str(ROOT))]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ) as process:
+        assert process.stderr is not None
+        lines: list[str] = []
+        for line in process.stderr:
+            lines.append(line)
+            if line.startswith("ready"):
+                process.send_signal(signal.SIGTERM)
+            if "no new requests" in line:
+                break
+        time.sleep(0.3)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(5) == 0
+        lines += process.stderr.readlines()
+    assert sum("no new requests" in line for line in lines) == 1
+    assert not [line for line in lines if "Traceback" in line]
+
+
 def test_https_serves_with_the_files_given() -> None:
     folder = Path(__file__).parent / "tls"
     files = {"ssl_certfile": str(folder / "certificate.pem"), "ssl_keyfile": str(folder / "key.pem")}
