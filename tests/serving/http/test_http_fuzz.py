@@ -90,7 +90,7 @@ def client(server: LiveServer):
         yield found
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=400, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(request=requests())
 def test_no_request_drawn_from_the_document_gets_a_5xx(client: httpx.Client, request: tuple[str, bytes]) -> None:
     path, content = request
@@ -110,7 +110,7 @@ def test_no_request_drawn_from_the_document_gets_a_5xx(client: httpx.Client, req
 def test_enough_of_what_is_drawn_is_served(client: httpx.Client) -> None:
     statuses: list[int] = []
 
-    @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    @settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(request=requests())
     def collect(request: tuple[str, bytes]) -> None:
         path, content = request
