@@ -1,6 +1,7 @@
 """The command line: answers on standard output, everything else on standard error, one line for a mistake."""
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -23,6 +24,9 @@ def _own_environment():
     """The command line is a process's own: here, what it sets goes away again."""
     with patch.dict(os.environ):
         yield
+    for name in ("gdn_jax", "uvicorn"):
+        logging.getLogger(name).handlers.clear()
+        logging.getLogger(name).setLevel(logging.NOTSET)
 
 
 def run(monkeypatch, *arguments: str) -> int:
