@@ -4,7 +4,6 @@ Tools are rendered into the prompt. What the model answers is `content` as it st
 taken apart yet.
 """
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -15,7 +14,6 @@ from starlette.types import Receive, Scope, Send
 
 from gdn_jax.serving.http.backend import Backend
 from gdn_jax.serving.http.bodies import decode, read_body
-from gdn_jax.serving.http.deltas import Delta
 from gdn_jax.serving.http.errors import invalid
 from gdn_jax.serving.http.generation import Job, run
 from gdn_jax.serving.http.logprobs import TokenNames, chat_entries
@@ -23,7 +21,7 @@ from gdn_jax.serving.http.records import record_of
 from gdn_jax.serving.http.sampling import chat_params, refuse_unsupported
 from gdn_jax.serving.http.schemas import ChatCompletionRequest, TokenizeRequest
 from gdn_jax.serving.http.state import ServerState
-from gdn_jax.serving.http.streaming import Choice, encode, new_id
+from gdn_jax.serving.http.streaming import Form, encode, new_id
 from gdn_jax.serving.outputs import PositionLogprobs
 from gdn_jax.serving.prompts import EncodedPrompt
 
@@ -119,71 +117,37 @@ def _has_name(function: object) -> bool:
 
 
 @dataclass(kw_only=True, eq=False)
-class ChatForm:
+class ChatForm(Form):
     """Writes chat completions."""
 
-    answer_id: str
-    model: str
-    num_choices: int
-    num_top: int | None
-    names: TokenNames
+    KIND = "chat.completion"
+    EVENT_KIND = "chat.completion.chunk"
+    NO_TEXT = b""
 
-    def __post_init__(self) -> None:
-        self._created = int(time.time())
-        head = {"id": self.answer_id, "object": "chat.completion.chunk", "created": self._created, "model": self.model}
-        self._head = b"data: " + encode(head)[:-1] + b',"choices":['
+    num_choices: int
+    names: TokenNames
 
     def opening(self, tail: bytes) -> bytes:
         """Return the event that names the speaker of each choice."""
         role = b'"role":"assistant","content":""'
-        return b"".join(self._event(choice, role, b"null", b"null", tail) for choice in range(self.num_choices))
+        return b"".join(self.one_event(choice, role, b"null", b"null", tail) for choice in range(self.num_choices))
 
-    def _event(self, choice: int, change: bytes, logprobs: bytes, finish: bytes, tail: bytes) -> bytes:
+    def piece(self, text: str) -> bytes:
+        """Return the change of a message."""
+        return b'"content":' + encode(text)
+
+    def one_event(self, choice: int, piece: bytes, logprobs: bytes, finish: bytes, tail: bytes) -> bytes:
+        """Return a chunk."""
         parts = (
-            self._head, b'{"index":%d,"delta":{' % choice, change, b'},"logprobs":', logprobs, b',"finish_reason":',
+            self._head, b'{"index":%d,"delta":{' % choice, piece, b'},"logprobs":', logprobs, b',"finish_reason":',
             finish, b"}]", tail, b"}\n\n",
         )  # fmt: skip
         return b"".join(parts)
 
-    def event(self, delta: Delta, tail: bytes) -> bytes:
-        """Return the events for a delta; nothing for tokens that complete no character."""
-        events = b""
-        if delta.text or (delta.logprobs and delta.token_ids):
-            logprobs = b"null"
-            if delta.logprobs is not None:
-                logprobs = encode(self._logprobs(delta.token_ids, delta.logprobs))
-            events = self._event(delta.choice, b'"content":' + encode(delta.text), logprobs, b"null", tail)
-        if delta.finish_reason is not None:
-            finish = b'"%s","stop_reason":%s' % (delta.finish_reason.encode(), encode(delta.stop_reason))
-            events += self._event(delta.choice, b"", b"null", finish, tail)
-        return events
-
-    def last(self, tail: bytes) -> bytes:
-        """Return the event with the usage."""
-        return self._head + b"]" + tail + b"}\n\n"
-
-    def whole(self, choices: Sequence[Choice], usage: dict[str, object]) -> bytes:
-        """Return the body of an answer that is not streamed."""
-        return encode(
-            {
-                "id": self.answer_id,
-                "object": "chat.completion",
-                "created": self._created,
-                "model": self.model,
-                "choices": [self._choice(index, choice) for index, choice in enumerate(choices)],
-                "usage": usage,
-            }
-        )
-
-    def _choice(self, index: int, choice: Choice) -> dict[str, object]:
-        asked = self.num_top is not None
-        return {
-            "index": index,
-            "message": {"role": "assistant", "content": "".join(choice.text), "refusal": None},
-            "logprobs": self._logprobs(choice.token_ids, choice.logprobs) if asked else None,
-            "finish_reason": choice.finish_reason,
-            "stop_reason": choice.stop_reason,
-        }
-
-    def _logprobs(self, token_ids: Sequence[int], reports: Sequence[PositionLogprobs]) -> dict[str, object]:
+    def logprobs(self, choice: int, token_ids: Sequence[int], reports: Sequence[PositionLogprobs]) -> dict[str, object]:
+        """Return entries per token."""
         return {"content": chat_entries(token_ids, reports, self.num_top or 0, self.names), "refusal": None}
+
+    def content(self, index: int, text: str) -> dict[str, object]:
+        """Return the message."""
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}

@@ -1,6 +1,5 @@
 """POST /v1/completions."""
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -11,7 +10,6 @@ from starlette.types import Receive, Scope, Send
 
 from gdn_jax.serving.http.backend import Backend, Tokens
 from gdn_jax.serving.http.bodies import decode, read_body
-from gdn_jax.serving.http.deltas import Delta
 from gdn_jax.serving.http.errors import invalid
 from gdn_jax.serving.http.generation import Job, run
 from gdn_jax.serving.http.logprobs import CompletionLogprobs, TokenNames
@@ -19,7 +17,8 @@ from gdn_jax.serving.http.records import record_of
 from gdn_jax.serving.http.sampling import MAX_CHOICES, completion_params, refuse_unsupported
 from gdn_jax.serving.http.schemas import CompletionRequest
 from gdn_jax.serving.http.state import ServerState
-from gdn_jax.serving.http.streaming import Choice, encode, new_id
+from gdn_jax.serving.http.streaming import Form, encode, new_id
+from gdn_jax.serving.outputs import PositionLogprobs
 from gdn_jax.serving.prompts import EncodedPrompt
 
 PATH = "/v1/completions"
@@ -118,20 +117,19 @@ def _short(given: list[object]) -> str:
 
 
 @dataclass(kw_only=True, eq=False)
-class CompletionForm:
+class CompletionForm(Form):
     """Writes text completions."""
 
-    answer_id: str
-    model: str
+    KIND = EVENT_KIND = "text_completion"
+    NO_TEXT = b'""'
+
     echoed: list[str]  # by choice: what stands before its text
-    num_top: int | None
     tokens: Tokens
     names: TokenNames
 
     def __post_init__(self) -> None:
-        self._created = int(time.time())
-        head = {"id": self.answer_id, "object": "text_completion", "created": self._created, "model": self.model}
-        self._head = b"data: " + encode(head)[:-1] + b',"choices":['
+        """Begin the offsets of each choice behind what is echoed."""
+        super().__post_init__()
         self._logprobs = [
             CompletionLogprobs(self.names, self.tokens, self.num_top or 0, len(text)) for text in self.echoed
         ]
@@ -139,52 +137,27 @@ class CompletionForm:
     def opening(self, tail: bytes) -> bytes:
         """Return the prompts, if they are to be echoed."""
         return b"".join(
-            self._event(choice, encode(text), b"null", b"null", tail) for choice, text in enumerate(self.echoed) if text
+            self.one_event(choice, self.piece(text), b"null", b"null", tail)
+            for choice, text in enumerate(self.echoed)
+            if text
         )
 
-    def _event(self, choice: int, text: bytes, logprobs: bytes, finish: bytes, tail: bytes) -> bytes:
+    def piece(self, text: str) -> bytes:
+        """Return the text."""
+        return encode(text)
+
+    def one_event(self, choice: int, piece: bytes, logprobs: bytes, finish: bytes, tail: bytes) -> bytes:
+        """Return a chunk."""
         parts = (
-            self._head, b'{"index":%d,"text":' % choice, text, b',"logprobs":', logprobs, b',"finish_reason":', finish,
+            self._head, b'{"index":%d,"text":' % choice, piece, b',"logprobs":', logprobs, b',"finish_reason":', finish,
             b"}]", tail, b"}\n\n",
         )  # fmt: skip
         return b"".join(parts)
 
-    def event(self, delta: Delta, tail: bytes) -> bytes:
-        """Return the events for a delta; nothing for tokens that complete no character."""
-        events = b""
-        if delta.text or (delta.logprobs and delta.token_ids):
-            logprobs = b"null"
-            if delta.logprobs is not None:
-                logprobs = encode(self._logprobs[delta.choice].write(delta.token_ids, delta.logprobs))
-            events = self._event(delta.choice, encode(delta.text), logprobs, b"null", tail)
-        if delta.finish_reason is not None:
-            finish = b'"%s","stop_reason":%s' % (delta.finish_reason.encode(), encode(delta.stop_reason))
-            events += self._event(delta.choice, b'""', b"null", finish, tail)
-        return events
+    def logprobs(self, choice: int, token_ids: Sequence[int], reports: Sequence[PositionLogprobs]) -> dict[str, object]:
+        """Return parallel lists, whose offsets count on."""
+        return self._logprobs[choice].write(token_ids, reports)
 
-    def last(self, tail: bytes) -> bytes:
-        """Return the event with the usage."""
-        return self._head + b"]" + tail + b"}\n\n"
-
-    def whole(self, choices: Sequence[Choice], usage: dict[str, object]) -> bytes:
-        """Return the body of an answer that is not streamed."""
-        return encode(
-            {
-                "id": self.answer_id,
-                "object": "text_completion",
-                "created": self._created,
-                "model": self.model,
-                "choices": [self._choice(index, choice) for index, choice in enumerate(choices)],
-                "usage": usage,
-            }
-        )
-
-    def _choice(self, index: int, choice: Choice) -> dict[str, object]:
-        asked = self.num_top is not None
-        return {
-            "index": index,
-            "text": self.echoed[index] + "".join(choice.text),
-            "logprobs": self._logprobs[index].write(choice.token_ids, choice.logprobs) if asked else None,
-            "finish_reason": choice.finish_reason,
-            "stop_reason": choice.stop_reason,
-        }
+    def content(self, index: int, text: str) -> dict[str, object]:
+        """Return the text, with what is echoed."""
+        return {"text": self.echoed[index] + text}

@@ -5,9 +5,11 @@ more than everything else the server does for it.
 """
 
 import asyncio
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 import msgspec
 from starlette.types import Scope, Send
@@ -34,25 +36,92 @@ class Choice:
     stop_reason: int | str | None = None
 
 
-@runtime_checkable
-class Form(Protocol):
-    """An endpoint's way to write answers."""
+@dataclass(kw_only=True, eq=False)
+class Form(ABC):
+    """An endpoint's way to write answers: what both have in common, and what each fills in.
 
+    Attributes:
+        answer_id: `id` of the answer.
+        model: its `model`.
+        num_top: alternatives listed with log probabilities; None: none are given.
+    """
+
+    answer_id: str
+    model: str
+    num_top: int | None
+
+    KIND: ClassVar[str]  # `object` of an answer
+    EVENT_KIND: ClassVar[str]  # `object` of an event
+    NO_TEXT: ClassVar[bytes]  # `piece` of an event that only ends a choice
+
+    def __post_init__(self) -> None:
+        """Write what every event begins with."""
+        self._created = int(time.time())
+        head = {"id": self.answer_id, "object": self.EVENT_KIND, "created": self._created, "model": self.model}
+        self._head = b"data: " + encode(head)[:-1] + b',"choices":['
+
+    @abstractmethod
     def opening(self, tail: bytes) -> bytes:
         """Return the events before the first token, each with `tail` as in `event`."""
-        ...
+
+    @abstractmethod
+    def piece(self, text: str) -> bytes:
+        """Return what carries text within the choice of an event."""
+
+    @abstractmethod
+    def one_event(self, choice: int, piece: bytes, logprobs: bytes, finish: bytes, tail: bytes) -> bytes:
+        """Return one event, of parts that are written already."""
+
+    @abstractmethod
+    def logprobs(self, choice: int, token_ids: Sequence[int], reports: Sequence[PositionLogprobs]) -> dict[str, object]:
+        """Return the log probabilities of a choice's next tokens."""
+
+    @abstractmethod
+    def content(self, index: int, text: str) -> dict[str, object]:
+        """Return the fields of a whole choice that hold its text."""
 
     def event(self, delta: Delta, tail: bytes) -> bytes:
-        """Return the events for a delta, each with `tail` between its choices and its end; none if it shows nothing."""
-        ...
+        """Return the events for a delta, each with `tail` between its choices and its end.
+
+        There is none for tokens that complete no character.
+        """
+        events = b""
+        if delta.text or (delta.logprobs and delta.token_ids):
+            logprobs = b"null"
+            if delta.logprobs is not None:
+                logprobs = encode(self.logprobs(delta.choice, delta.token_ids, delta.logprobs))
+            events = self.one_event(delta.choice, self.piece(delta.text), logprobs, b"null", tail)
+        if delta.finish_reason is not None:
+            finish = b'"%s","stop_reason":%s' % (delta.finish_reason.encode(), encode(delta.stop_reason))
+            events += self.one_event(delta.choice, self.NO_TEXT, b"null", finish, tail)
+        return events
 
     def last(self, tail: bytes) -> bytes:
         """Return the event after the last token, without choices and with `tail`, which is the usage."""
-        ...
+        return self._head + b"]" + tail + b"}\n\n"
 
     def whole(self, choices: Sequence[Choice], usage: dict[str, object]) -> bytes:
         """Return the body of an answer that is not streamed."""
-        ...
+        return encode(
+            {
+                "id": self.answer_id,
+                "object": self.KIND,
+                "created": self._created,
+                "model": self.model,
+                "choices": [self._choice(index, choice) for index, choice in enumerate(choices)],
+                "usage": usage,
+            }
+        )
+
+    def _choice(self, index: int, choice: Choice) -> dict[str, object]:
+        asked = self.num_top is not None
+        return {
+            "index": index,
+            **self.content(index, "".join(choice.text)),
+            "logprobs": self.logprobs(index, choice.token_ids, choice.logprobs) if asked else None,
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+        }
 
 
 def new_id(kind: str) -> str:
