@@ -9,7 +9,9 @@ import pickle
 import numpy as np
 import pytest
 
+from gdn_jax.serving import sampling_params
 from gdn_jax.serving.core.errors import InvalidParameterError, RequestError, UnsupportedParameterError
+from gdn_jax.serving.runner import runner, sampling
 from gdn_jax.serving.sampling_params import RequestOutputKind, SamplingParams, UnknownParameterError
 
 VLLM_DEFAULTS = {
@@ -219,3 +221,8 @@ def test_the_kinds_of_output_are_those_of_vllm() -> None:
 def test_an_output_kind_of_another_type_is_refused(value: object) -> None:
     with pytest.raises(InvalidParameterError, match="output_kind must be a RequestOutputKind"):
         SamplingParams(output_kind=value)  # pyright: ignore[reportArgumentType]
+
+
+def test_the_device_side_has_the_same_limits_which_it_may_not_import() -> None:
+    assert sampling._GREEDY_BELOW == sampling_params.GREEDY_BELOW
+    assert runner.MAX_LOGPROBS == sampling_params.MAX_LOGPROBS
