@@ -11,9 +11,11 @@ from http_rig import completion, live_server
 from benchmarks.stub_engine import StubEngine
 from gdn_jax.serving.core.errors import DuplicateRequestError, EngineError, InvariantError
 from gdn_jax.serving.http.bodies import decode
+from gdn_jax.serving.http.chat import ChatForm
 from gdn_jax.serving.http.completions import _decoder
 from gdn_jax.serving.http.config import ServerConfig
 from gdn_jax.serving.http.errors import HTTPError, failed, refusal_of, timed_out
+from gdn_jax.serving.http.logprobs import TokenNames
 from gdn_jax.serving.http.metrics import Metrics
 from gdn_jax.serving.http.middleware import Answering, Recording
 from gdn_jax.serving.http.records import JsonFormatter, Record
@@ -94,22 +96,6 @@ def test_an_interruption_by_others_is_passed_on() -> None:
     asyncio.run(run())
 
 
-class Stuck:
-    """A form whose events are short."""
-
-    def opening(self, tail: bytes) -> bytes:
-        return b""
-
-    def event(self, delta, tail: bytes) -> bytes:
-        return b"event"
-
-    def last(self, tail: bytes) -> bytes:
-        return b""
-
-    def whole(self, choices, usage) -> bytes:
-        return b""
-
-
 def test_last_words_to_a_client_that_reads_nothing_are_given_up() -> None:
     record = Record(request_id="1", method="POST", metrics=Metrics("m", with_vllm_names=False))
     scope: dict[str, object] = {}
@@ -122,7 +108,9 @@ def test_last_words_to_a_client_that_reads_nothing_are_given_up() -> None:
 
     async def run() -> None:
         nonlocal blocked
-        sink = EventSink(Stuck(), scope, send, with_usage=False, with_usage_always=False)
+        names = TokenNames(StubEngine().get_tokenizer(), as_ids=False)
+        form = ChatForm(answer_id="1", model="m", num_top=None, num_choices=1, names=names)
+        sink = EventSink(form, scope, send, with_usage=False, with_usage_always=False)
         await sink._write(b"first", more=True)
         blocked = True
         await asyncio.wait_for(sink.fail(failed()), 5)
