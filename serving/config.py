@@ -4,6 +4,7 @@ The Python API, the command line and the server all fill this one class. vLLM's 
 mean the same (`from_arguments`). Standard library only: what needs the model or the device is decided in `memory.py`.
 """
 
+import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -17,6 +18,8 @@ LoadFormat = Literal["auto", "safetensors", "dummy"]
 Quantization = Literal["auto", "fp8"]
 Kernels = Literal["auto", "reference", "jax"]
 WarmUp = bool | Literal["auto"]
+MAX_SPECULATIVE_TOKENS = 8
+DEFAULT_SPECULATIVE_TOKENS = 3  # where speculation is asked for without a number, as the releases' own settings have it
 BLOCK_GRID = 64  # the kernels' chunk: block sizes are multiples of it
 
 
@@ -44,6 +47,8 @@ class EngineConfig:
         max_model_len: most tokens of one sequence; 0: the model's own limit, or less if less fits.
         max_num_seqs: most requests that run at once.
         max_num_batched_tokens: most prefill tokens in one step; decode rows always run.
+        speculative_tokens: drafts that the MTP head makes in a step, 0 to 8; with 0 the head is not loaded. The tokens
+            are the same whatever the number.
         prefix_cache: where states are saved for later requests: none, align or all.
         state_interval: tokens between the extra saves of `all`; a multiple of block_size.
         block_size: tokens per block, the grain of prefix hits.
@@ -71,6 +76,7 @@ class EngineConfig:
     max_model_len: int = 0
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 2048
+    speculative_tokens: int = 0
     prefix_cache: PrefixCache = "all"
     state_interval: int = 512
     block_size: int = 64
@@ -101,6 +107,11 @@ class EngineConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
                 raise SettingError(f"{name} must be an integer of at least {low}; got {value!r}")
+        if self.speculative_tokens > MAX_SPECULATIVE_TOKENS:
+            raise SettingError(
+                f"speculative_tokens must be in 0..{MAX_SPECULATIVE_TOKENS}; got {self.speculative_tokens}; "
+                f"published settings use {DEFAULT_SPECULATIVE_TOKENS}"
+            )
         if self.max_model_len == 1:
             raise SettingError("max_model_len must be 0 or at least 2, a prompt's token and an answer's; got 1")
         for name in ("deterministic", "audit"):
@@ -186,6 +197,7 @@ _INTEGERS: dict[str, int] = {
     "max_model_len": 0,
     "max_num_seqs": 1,
     "max_num_batched_tokens": 1,
+    "speculative_tokens": 0,
     "state_interval": 1,
     "block_size": 1,
     "num_blocks": 0,
@@ -227,6 +239,33 @@ def _switch(name: str, at: object, setting: dict[str, object]) -> Callable[[obje
     return convert
 
 
+_MTP_METHODS = ("mtp", "qwen3_next_mtp", "qwen3_5_mtp")  # vLLM's names for a model's own head
+_SPECULATIVE_KEYS = ("method", "num_speculative_tokens", "model")
+
+
+def _speculative(value: object) -> dict[str, object]:
+    """Take the number of drafts from vLLM's dictionary, or its JSON text; the method is the model's own head."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise SettingError(f"speculative_config must be a dict or JSON of one; got {value!r}: {error}") from error
+    if not isinstance(value, Mapping):
+        raise SettingError(f"speculative_config must be a dict or JSON of one; got {value!r}")
+    asked = cast("Mapping[str, object]", value)
+    if unknown := [key for key in asked if key not in _SPECULATIVE_KEYS]:
+        raise SettingError(
+            f"speculative_config must have no keys but {', '.join(_SPECULATIVE_KEYS)}; got {unknown[0]!r}; leave it out"
+        )
+    method = asked.get("method", "mtp")
+    if method not in _MTP_METHODS or asked.get("model") is not None:
+        raise SettingError(
+            f"speculative_config must have the method {_MTP_METHODS[0]!r} and no model, since the model's own head "
+            f"drafts; got method {method!r}, model {asked.get('model')!r}"
+        )
+    return {"speculative_tokens": asked.get("num_speculative_tokens", DEFAULT_SPECULATIVE_TOKENS)}
+
+
 # vLLM's names: either another name of ours, or a setting at the only values that mean what this engine does.
 _FROM_VLLM: dict[str, Callable[[object], dict[str, object]]] = {
     "enable_prefix_caching": _switch("enable_prefix_caching", False, {"prefix_cache": "none"}),
@@ -239,7 +278,7 @@ _FROM_VLLM: dict[str, Callable[[object], dict[str, object]]] = {
     "pipeline_parallel_size": _only("pipeline_parallel_size", "one device runs the model", 1),
     "data_parallel_size": _only("data_parallel_size", "start one engine per replica", 1),
     "enable_chunked_prefill": _only("enable_chunked_prefill", "prefill is always chunked", True),
-    "speculative_config": _only("speculative_config", "speculation is not there yet"),
+    "speculative_config": _speculative,
     "kv_cache_dtype": _only("kv_cache_dtype", "KV pages have the model's dtype", "auto"),
     "tokenizer_mode": _only("tokenizer_mode", "tokenizer.json is always used", "auto"),
     "trust_remote_code": _only("trust_remote_code", "no code of a checkpoint ever runs", True, False),

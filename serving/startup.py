@@ -1,7 +1,8 @@
 """From an EngineConfig to a running engine: the order in which things are read, planned, said, loaded and compiled.
 
 Files are checked before memory is planned, memory before weights load, weights before anything is compiled: a start
-that fails says why as early as it can and leaves nothing behind, no setting of JAX either. Each file is read once.
+that fails says why as early as it can and leaves nothing behind, no setting of JAX either. Each file is read once, but
+for the headers of weight files where an MTP head is looked for.
 """
 
 import dataclasses
@@ -33,15 +34,15 @@ from gdn_jax.serving.runner.memory import (
     describe_bytes,
     plan_memory,
 )
-from gdn_jax.serving.runner.runner import PoolSizes, Runner
+from gdn_jax.serving.runner.pools import PoolSizes
+from gdn_jax.serving.runner.runner import Runner
 from gdn_jax.serving.text.chat_template import ChatTemplate
 from gdn_jax.serving.text.tokenizer import GenerationDefaults, Tokenizer
-from gdn_jax.weights import dummy_weights, load_weights
+from gdn_jax.weights import dummy_weights, has_mtp, load_weights
 
 _LOG = logging.getLogger(__name__)
 _GIB = 1 << 30
 _CPU_POOL_BYTES = _GIB  # a CPU's memory belongs to others too: pool_memory_gib raises this
-_WINDOW = 1  # tokens of a replay window: the pending token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +72,7 @@ def build_engine(config: EngineConfig, *, show_progress: bool = True) -> EngineP
     """
     published = ModelConfig.from_folder(config.model)
     _check_quantization(config, published)
-    # Nothing drafts yet: the MTP head's weights would lie there unused, and so would its pages in every block.
-    model_config = dataclasses.replace(published, num_mtp_layers=0)
+    model_config = _with_head_as_asked(config, published)
     text_folder = Path(config.tokenizer or config.model)
     tokenizer = Tokenizer(
         text_folder, model_config.vocab_size, config_eos=model_config.eos_token_ids, model_folder=config.model
@@ -94,6 +94,28 @@ def build_engine(config: EngineConfig, *, show_progress: bool = True) -> EngineP
         defaults=tokenizer.generation_defaults,
         memory=memory,
     )
+
+
+def _with_head_as_asked(config: EngineConfig, published: ModelConfig) -> ModelConfig:
+    """Return the model with its MTP head if it is to draft, else without: weights and pages would lie there unused.
+
+    Raises:
+        StartupError: it is to draft and has no head.
+    """
+    if config.speculative_tokens == 0:
+        return dataclasses.replace(published, num_mtp_layers=0)
+    remedy = "set speculative_tokens to 0, or use a release that has its MTP tensors"
+    if published.num_mtp_layers == 0:
+        raise StartupError(
+            f"speculative_tokens must be 0 for a model without an MTP head; got {config.speculative_tokens}, and the "
+            f"config in {config.model} names no MTP layer; {remedy}"
+        )
+    if config.load_format != "dummy" and not has_mtp(config.model):
+        raise StartupError(
+            f"speculative_tokens must be 0 for weights without an MTP head; got {config.speculative_tokens}, and the "
+            f"weight files in {config.model} hold no tensor mtp.*; {remedy}"
+        )
+    return published
 
 
 def _check_quantization(config: EngineConfig, model: ModelConfig) -> None:
@@ -148,7 +170,7 @@ def memory_request(
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
         budget=config.max_num_batched_tokens,
-        window=_WINDOW,
+        window=1 + config.speculative_tokens,
         block_size=config.block_size,
         state_share=config.state_memory_share,
         num_blocks=config.num_blocks,
@@ -166,8 +188,10 @@ def _say(
     """Log what was chosen and why, before anything long begins."""
     kind, dtype = jax.devices()[0].device_kind, resolve_dtype(config.dtype, model)
     _LOG.info("model: %s, %s, %d layers, on %s", model.model_type, dtype, model.num_layers, kind)
-    if model.num_mtp_layers:
-        _LOG.info("model: its multi-token-prediction head is left out, as nothing drafts yet")
+    if config.speculative_tokens:
+        _LOG.info("speculation: the MTP head drafts %d tokens a step", config.speculative_tokens)
+    elif model.num_mtp_layers:
+        _LOG.info("speculation: off; the MTP head is left out (speculative_tokens=3 would use it)")
     if defaults.not_applied:
         _LOG.warning(
             "generation_config.json asks for %s, which is not applied: answers may differ from the model's usual ones",
@@ -213,7 +237,7 @@ def _compose(
         num_blocks=memory.num_blocks,
         num_slots=memory.num_slots,
         num_lanes=memory.max_num_seqs,
-        window=_WINDOW,
+        window=1 + config.speculative_tokens,
         block_size=config.block_size,
         max_blocks=buckets.table_blocks[-1],
         state_dtype=_state_dtype(config, model.config),
@@ -228,6 +252,7 @@ def _compose(
         num_lanes=memory.max_num_seqs,
         budget=config.max_num_batched_tokens,
         max_model_len=memory.max_model_len,
+        num_drafts=config.speculative_tokens,
         cache_key=_cache_key(config, model),
     )
     placement = Placement(

@@ -16,6 +16,7 @@ import numpy as np
 from gdn_jax.kernels.anchors import NULL_SLOT, PrefillRows
 from gdn_jax.serving.core.errors import InvariantError
 from gdn_jax.serving.runner.lanes import LaneSampling
+from gdn_jax.serving.runner.pools import DeviceState
 from gdn_jax.serving.runner.steps import Params, StepStatic, prefill_step
 from gdn_jax.state import ModelState, PrefillBatch, RecurrentState
 
@@ -53,6 +54,11 @@ class Pools:
                     f"layer {index}'s values": np.array(layer.v),
                 }
         self._arrays["checkpoint"]["the hidden vector"] = np.array(state.hidden)
+        if state.mtp is not None:
+            self._arrays["block"] |= {
+                "the MTP head's keys": np.array(state.mtp.k),
+                "the MTP head's values": np.array(state.mtp.v),
+            }
 
     def content(self, kind: str, place: int) -> dict[str, np.ndarray]:
         """Return what a checkpoint's slot or a block's page holds, by name."""
@@ -70,7 +76,7 @@ class Recomputation:
     """Computes one sequence at a time from nothing, in a state of one slot and the pages of one sequence."""
 
     def __init__(
-        self, static: StepStatic, params: Params, state: ModelState, *, block_size: int, max_blocks: int
+        self, static: StepStatic, params: Params, state: DeviceState, *, block_size: int, max_blocks: int
     ) -> None:
         """Compute with a model.
 
@@ -84,7 +90,7 @@ class Recomputation:
         self._static, self._params, self._state = static, params, state
         self._block_size = block_size
         self._table = _int32([range(1, max_blocks + 1)])
-        self._sampling = LaneSampling(0).gather(np.zeros((1,), np.int32))
+        self._sampling = LaneSampling(0).gather(np.zeros((1,), np.int32), np.zeros((1,), np.bool_))
 
     def pools(self, tokens: Sequence[int], num_blocks: int) -> Iterator[Pools]:
         """Yield the pools after each of the first `num_blocks` blocks.
@@ -106,7 +112,7 @@ class Recomputation:
                 block_tables=self._table,
             )
             _, self._state = prefill_step(self._static, self._params, self._state, batch, self._sampling)
-            yield Pools(self._state)
+            yield Pools(self._state.model)
 
 
 class Auditor:

@@ -48,13 +48,18 @@ class LaneSampling:
         """Return how many alternatives the lane's request wants; None for no log probabilities."""
         return self._num_top[lane]
 
-    def gather(self, lane: np.ndarray) -> SampledRows:
-        """Return the rows on these lanes, with the parameters of all lanes; the last lane is for padding."""
+    def gather(self, lane: np.ndarray, emits: np.ndarray) -> SampledRows:
+        """Return the rows on these lanes, with the parameters of all lanes; the last lane is for padding.
+
+        Args:
+            lane: of each row.
+            emits: whether the row wants the token after its last one.
+        """
         if self._changed:
             self._parameters = replace(self._parameters, **self._on_device(self._changed))
             self._changed.clear()
-        rows: Any = lane
-        return SampledRows(lanes=self._parameters, lane=rows)
+        rows: Any = {"lane": lane, "emits": emits}
+        return SampledRows(lanes=self._parameters, **rows)
 
     def _on_device(self, names: Iterable[str]) -> dict[str, Any]:
         # Copies, since on a CPU the device may keep the very array that the next request changes.

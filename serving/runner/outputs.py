@@ -1,9 +1,10 @@
 """What a step brings to the host: made on the device, packed into one array of words, taken apart on the host.
 
 One array per call, since each array costs a transfer of its own. A word is 32 bits: integers and flags as they are,
-floats bit by bit. A row's words are
+floats bit by bit. A row's words, for T tokens at most and A alternatives to each, are
 
-    token | finite | rank | log probability | ids of the likeliest | their log probabilities | stored boundaries
+    finite | number of tokens | T tokens | T ranks | T log probabilities | T x A ids of the likeliest
+    | T x A log probabilities of those | stored boundaries
 """
 
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from gdn_jax.kernels.anchors import AnyArray
 from gdn_jax.serving.core.plan import TokenLogprobs
 from gdn_jax.serving.runner.sampling import LogprobArrays
 
-_HEAD = 4  # words before the alternatives
+_HEAD = 2  # words before the tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,14 +27,17 @@ class StepOutputs:
     """What a step says of its rows; on the device arrays, and the same on the host.
 
     Attributes:
-        tokens: the token each row emits; means nothing for rows that do not.
-        finite: false where a number of the row's new tokens is not finite, or no token could be chosen: what the row
-            wrote must not be published. True for a row without new tokens, whose state an earlier step vouched for.
+        tokens: what each row emits; means nothing past `num_tokens`.
+        num_tokens: accepted drafts and one more; 0 for rows that emit nothing.
+        finite: false where a number of the row's first new token (in prefill: of any) is not finite, or no token could
+            be chosen: what the row wrote must not be published. True for a row without new tokens, whose state an
+            earlier step vouched for.
         stored: which exports (prefill) or saves (advance) the kernels stored.
         logprobs: of `tokens`; zeros unless some row wants them.
     """
 
-    tokens: Int[AnyArray, "rows"]
+    tokens: Int[AnyArray, "rows T"]
+    num_tokens: Int[AnyArray, "rows"]
     finite: Bool[AnyArray, "rows"]
     stored: Bool[AnyArray, "rows boundaries"]
     logprobs: LogprobArrays
@@ -43,10 +47,11 @@ def pack(outputs: StepOutputs) -> Int[Array, "rows words"]:
     """Return the outputs as int32 words; see the module docstring."""
     found = outputs.logprobs
     columns = (
-        outputs.tokens[:, None],
-        outputs.finite[:, None],
-        found.rank[:, None],
-        found.logprob[:, None],
+        outputs.finite,
+        outputs.num_tokens,
+        outputs.tokens,
+        found.rank,
+        found.logprob,
         found.top_ids,
         found.top_logprobs,
         outputs.stored,
@@ -55,32 +60,40 @@ def pack(outputs: StepOutputs) -> Int[Array, "rows words"]:
 
 
 def _words(column: Array) -> Int[Array, "rows width"]:
-    if jnp.issubdtype(column.dtype, jnp.floating):
-        return jax.lax.bitcast_convert_type(column.astype(jnp.float32), jnp.int32)
-    return column.astype(jnp.int32)
+    flat = column.reshape(column.shape[0], -1)
+    if jnp.issubdtype(flat.dtype, jnp.floating):
+        return jax.lax.bitcast_convert_type(flat.astype(jnp.float32), jnp.int32)
+    return flat.astype(jnp.int32)
 
 
-def unpack(packed: np.ndarray, num_top: int) -> StepOutputs:
-    """Take packed words apart on the host; `num_top` alternatives were listed."""
-    ids, top, end = _HEAD, _HEAD + num_top, _HEAD + 2 * num_top
+def unpack(packed: np.ndarray, *, window: int, num_top: int) -> StepOutputs:
+    """Take packed words apart on the host: those of `window` tokens with `num_top` alternatives each."""
+    wide = window * num_top
+    ends = np.cumsum([_HEAD, window, window, window, wide, wide]).tolist()
+    _, tokens, ranks, chosen, ids, top, stored = np.split(packed, ends, axis=1)
+    lead = (packed.shape[0], window, num_top)
+    logprobs: Any = {
+        "rank": ranks,
+        "logprob": chosen.view(np.float32),
+        "top_ids": ids.reshape(lead),
+        "top_logprobs": top.reshape(lead).view(np.float32),
+    }
     words: Any = packed
-    floats: Any = packed.view(np.float32)
     return StepOutputs(
-        tokens=words[:, 0],
-        finite=words[:, 1] != 0,
-        stored=words[:, end:] != 0,
-        logprobs=LogprobArrays(
-            rank=words[:, 2], logprob=floats[:, 3], top_ids=words[:, ids:top], top_logprobs=floats[:, top:end]
-        ),
+        tokens=tokens,
+        num_tokens=words[:, 1],
+        finite=words[:, 0] != 0,
+        stored=stored != 0,
+        logprobs=LogprobArrays(**logprobs),
     )
 
 
-def describe_token(outputs: StepOutputs, index: int, num_top: int) -> TokenLogprobs:
-    """Return the log probabilities of one row's token, with its `num_top` likeliest alternatives."""
+def describe_token(outputs: StepOutputs, row: int, place: int, num_top: int) -> TokenLogprobs:
+    """Return the log probabilities of one of a row's tokens, with its `num_top` likeliest alternatives."""
     found = outputs.logprobs
     return TokenLogprobs(
-        chosen=float(found.logprob[index]),
-        rank=int(found.rank[index]),
-        top_ids=tuple(found.top_ids[index, :num_top].tolist()),
-        top=tuple(found.top_logprobs[index, :num_top].tolist()),
+        chosen=float(found.logprob[row, place]),
+        rank=int(found.rank[row, place]),
+        top_ids=tuple(found.top_ids[row, place, :num_top].tolist()),
+        top=tuple(found.top_logprobs[row, place, :num_top].tolist()),
     )

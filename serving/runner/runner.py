@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
@@ -24,25 +23,13 @@ from gdn_jax.serving.runner.buckets import Buckets
 from gdn_jax.serving.runner.inputs import BlockTables, build_advance, build_prefill, padded_lanes, prefill_groups
 from gdn_jax.serving.runner.lanes import LaneSampling
 from gdn_jax.serving.runner.outputs import StepOutputs, describe_token, unpack
-from gdn_jax.serving.runner.sampling import RowSampling
+from gdn_jax.serving.runner.pools import DeviceState, PoolSizes, make_device_state
+from gdn_jax.serving.runner.sampling import RowSampling, SampledRows
 from gdn_jax.serving.runner.steps import advance_step, prefill_step, split_model
-from gdn_jax.state import ModelState, make_state
+from gdn_jax.state import ModelState
 
 _LOG = logging.getLogger(__name__)
 MAX_LOGPROBS = 20  # alternatives that steps compute when some row wants log probabilities
-
-
-@dataclass(frozen=True, kw_only=True)
-class PoolSizes:
-    """Device pools: what `make_state` allocates, null block and null slot included."""
-
-    num_blocks: int
-    num_slots: int
-    num_lanes: int
-    window: int
-    block_size: int
-    max_blocks: int  # of one sequence
-    state_dtype: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,40 +59,33 @@ class Runner:
         self._sizes, self._buckets = sizes, buckets
         self._requests: dict[RequestId, RequestSampling] = {}
         self._shapes: set[tuple[str | int, ...]] = set()
-        self._state: ModelState | None = None
+        self._device: DeviceState | None = None
         self.reset()
 
     def reset(self) -> None:
         """Start with empty pools and lanes; requests stay known, since they may be run again from their tokens."""
         sizes = self._sizes
-        self._state = None  # the old pools go first: there is no room for both
-        self._state = self._make_state(sizes)
+        self._device = None  # the old pools go first: there is no room for both
+        self._device = make_device_state(self._config, sizes, dtype=self._dtype)
         self._owners: dict[int, RequestId] = {}  # of lanes, as far as rows told
         self._tables = BlockTables(sizes.num_lanes, sizes.max_blocks)
         self._lanes = LaneSampling(sizes.num_lanes)
 
-    def _make_state(self, sizes: PoolSizes) -> ModelState:
-        return make_state(
-            self._config,
-            num_slots=sizes.num_slots,
-            num_pages=sizes.num_blocks,
-            num_lanes=sizes.num_lanes,
-            window=sizes.window,
-            dtype=self._dtype,
-            state_dtype=jnp.dtype(sizes.state_dtype),
-            block_size=sizes.block_size,
-        )
-
     @property
-    def state(self) -> ModelState:
-        """The device state between steps, for audits; the next step donates it.
+    def device(self) -> DeviceState:
+        """All device state between steps; the next step donates it.
 
         Raises:
             InvariantError: pools could not be allocated again after a failed step.
         """
-        if self._state is None:
+        if self._device is None:
             raise InvariantError("the device pools are lost, and nothing can run until reset() has allocated them")
-        return self._state
+        return self._device
+
+    @property
+    def state(self) -> ModelState:
+        """The model's part of the device state, for audits; raises as `device`."""
+        return self.device.model
 
     def make_auditor(self) -> Auditor:
         """Return an auditor of these pools; it has a state of its own, with room for one sequence."""
@@ -114,7 +94,7 @@ class Runner:
         recomputation = Recomputation(
             self._static,
             self._params,
-            self._make_state(own),
+            make_device_state(self._config, own, dtype=self._dtype),
             block_size=sizes.block_size,
             max_blocks=sizes.max_blocks,
         )
@@ -151,7 +131,8 @@ class Runner:
         on_host = jax.device_get([words for _, words in calls])
         results: dict[RequestId, RowResult] = {}
         for (rows, _), words in zip(calls, on_host, strict=True):
-            outputs = unpack(words, self._static.num_top)
+            window = 1 if rows[0].phase is Phase.PREFILL else self._sizes.window
+            outputs = unpack(words, window=window, num_top=self._static.num_top)
             results |= zip((row.request_id for row in rows), self._results(rows, outputs), strict=True)
         return StepResult(rows=tuple(results[row.request_id] for row in plan.rows))
 
@@ -164,17 +145,22 @@ class Runner:
 
     def _prefill(self, rows: Sequence[RowPlan], buckets: Buckets) -> Array:
         batch = build_prefill(rows, self._tables, buckets, self._sizes.block_size)
-        sampling = self._lanes.gather(padded_lanes(rows, batch.rows.length.shape[0], self._sizes.num_lanes))
-        words, self._state = prefill_step(self._static, self._params, self.state, batch, sampling)
+        sampling = self._gather(rows, padded_lanes(rows, batch.rows.length.shape[0], self._sizes.num_lanes))
+        words, self._device = prefill_step(self._static, self._params, self.device, batch, sampling)
         self._shapes.add(("prefill", *batch.token_ids.shape, *batch.block_tables.shape))
         return words
 
     def _advance(self, rows: Sequence[RowPlan], buckets: Buckets) -> Array:
         batch = build_advance(rows, self._tables, buckets, window=self._sizes.window)
-        sampling = self._lanes.gather(np.asarray(batch.lane))
-        words, self._state = advance_step(self._static, self._params, self.state, batch, sampling)
+        sampling = self._gather(rows, np.asarray(batch.lane))
+        words, self._device = advance_step(self._static, self._params, self.device, batch, sampling)
         self._shapes.add(("advance", *batch.token_ids.shape, *batch.block_tables.shape))
         return words
+
+    def _gather(self, rows: Sequence[RowPlan], lane: np.ndarray) -> SampledRows:
+        emits = np.zeros(lane.shape, np.bool_)
+        emits[: len(rows)] = [row.emits for row in rows]
+        return self._lanes.gather(lane, emits)
 
     @property
     def num_compiled(self) -> int:
@@ -182,7 +168,8 @@ class Runner:
         return len(self._shapes)
 
     def _results(self, rows: Sequence[RowPlan], outputs: StepOutputs) -> Iterator[RowResult]:
-        block_size, tokens, finite = self._sizes.block_size, outputs.tokens.tolist(), outputs.finite.tolist()
+        block_size, finite = self._sizes.block_size, outputs.finite.tolist()
+        tokens, num_tokens = outputs.tokens.tolist(), outputs.num_tokens.tolist()
         for index, row in enumerate(rows):
             first = row.start // block_size + 1 if row.phase is Phase.PREFILL else None
             saved = tuple(
@@ -193,12 +180,15 @@ class Runner:
             if not row.emits:
                 yield RowResult(tokens=(), saved=saved, finite=finite[index])
                 continue
-            num_top = self._lanes.num_top(row.lane)
+            emitted, num_top = tuple(tokens[index][: num_tokens[index]]), self._lanes.num_top(row.lane)
             yield RowResult(
-                tokens=(tokens[index],),
+                tokens=emitted,
                 saved=saved,
+                num_drafts=self._sizes.num_drafts,
                 finite=finite[index],
-                logprobs=() if num_top is None else (describe_token(outputs, index, num_top),),
+                logprobs=()
+                if num_top is None
+                else tuple(describe_token(outputs, index, place, num_top) for place in range(len(emitted))),
             )
 
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
@@ -212,7 +202,7 @@ class Runner:
             call()
             if progress is not None:
                 progress(done, len(calls))
-        jax.block_until_ready(self._state)
+        jax.block_until_ready(self._device)
         _LOG.info("compiled %d steps in %.1f s", len(calls), time.monotonic() - began)
 
     def _every_bucket(self) -> Iterator[Callable[[], Array]]:

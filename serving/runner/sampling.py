@@ -67,10 +67,17 @@ class LaneParameters(SamplingInputs):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class SampledRows:
-    """Which lane each row of a step is on, and what the lanes' requests ask for."""
+    """Which lane each row of a step is on, and what the lanes' requests ask for.
+
+    Attributes:
+        lanes: parameters of all lanes.
+        lane: of each row.
+        emits: whether the row's last token is its newest, so that the token after it is wanted.
+    """
 
     lanes: LaneParameters
     lane: Int[AnyArray, "rows"]
+    emits: Bool[AnyArray, "rows"]
 
     def parameters(self) -> SamplingInputs:
         """Return the rows' sampling parameters."""

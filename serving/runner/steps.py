@@ -1,12 +1,16 @@
 """The jitted step functions: one per phase. `(params, state, inputs) -> (outputs, state)`, the state donated.
 
     prefill_step   packed spans; a row whose known tokens are all computed emits the next one
-    advance_step   decode, verify and closing rows: fold the replay window, run the new tokens, emit
+    advance_step   decode, verify and closing rows: fold the replay window, run the pending token and the drafts at
+                   hand, emit the drafts that stand and one token more
+
+Where the engine drafts, both end with the MTP head: entries for all tokens that now stand, and drafts for the next
+step, which stay on the device.
 
 Each traces once per bucket: everything static is in `StepStatic` and the shapes. Outputs are the words of `outputs.py`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -17,9 +21,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from gdn_jax.kernels.anchors import NULL_SLOT, load_slots
 from gdn_jax.model import LanguageModel
+from gdn_jax.serving.runner.accept import count_standing
+from gdn_jax.serving.runner.draft import Pending, make_drafts, prefill_entries, verified_entries
 from gdn_jax.serving.runner.outputs import StepOutputs, pack
+from gdn_jax.serving.runner.pools import DeviceState
 from gdn_jax.serving.runner.sampling import LogprobArrays, SampledRows, samplable, sample_tokens, token_logprobs
-from gdn_jax.state import AdvanceBatch, ModelState, PrefillBatch, RecurrentState
+from gdn_jax.state import AdvanceBatch, ModelState, PrefillBatch, RecurrentState, gather_lanes, scatter_lanes
 
 Params = tuple[Array, ...]  # leaves alone: a call takes a tree of modules apart leaf by leaf, in milliseconds
 
@@ -62,70 +69,158 @@ def split_model(model: LanguageModel, *, num_valid_tokens: int, num_top: int) ->
 
 @partial(jax.jit, static_argnames=("static",), donate_argnames=("state",))
 def prefill_step(
-    static: StepStatic, params: Params, state: ModelState, batch: PrefillBatch, sampling: SampledRows
-) -> tuple[Int[Array, "rows words"], ModelState]:
-    """Run packed spans and choose the token after each row's last one."""
+    static: StepStatic, params: Params, state: DeviceState, batch: PrefillBatch, sampling: SampledRows
+) -> tuple[Int[Array, "rows words"], DeviceState]:
+    """Run packed spans, choose the token after each row's last one, and draft what may follow it."""
     model, rows = static.model(params), batch.rows
-    hidden, state = model.decoder.prefill(batch, state)
+    hidden, after = model.decoder.prefill(batch, state.model)
+    if after.mtp is not None:
+        after = replace(after, mtp=prefill_entries(model, state.model, after.mtp, batch, hidden))
     row, owned = rows.row_of(hidden.shape[0])
     broken = jnp.zeros(rows.length.shape, jnp.bool).at[row].max(owned & ~_is_finite(hidden))
     _, exports = rows.boundaries()
-    ran = _Ran(
-        last=hidden[rows.last_token()],
-        position=rows.start + rows.length,
-        any_new=rows.length > 0,
-        broken=broken | _overflowed(state, jnp.concatenate([rows.write_slot[:, None], exports], axis=1)),
+    last, end = hidden[rows.last_token()], rows.start + rows.length
+    drawn = _draw(static, model, last[:, None], end[:, None], sampling)
+    emitted = _Emitted(
+        drawn=drawn,
+        num_tokens=sampling.emits.astype(jnp.int32),
+        finite=~broken & (drawn.sound[:, 0] | (rows.length == 0)),
+        state_slots=jnp.concatenate([rows.write_slot[:, None], exports], axis=1),
         stored=exports != NULL_SLOT,
     )
-    return _emit(static, model, ran, sampling), state
+    pending = Pending(token=drawn.tokens[:, 0], position=end, hidden=last, num_new=emitted.num_tokens)
+    # No rounds where all rows are in the midst of their prompts; a loop that may not run costs no copy of the pages.
+    rounds = jnp.where(sampling.emits.any(), state.drafts.shape[1], 0)
+    state = _draft(static, model, replace(state, model=after), pending, sampling, batch.block_tables, rounds)
+    return _pack(after, emitted), state
 
 
 @partial(jax.jit, static_argnames=("static",), donate_argnames=("state",))
 def advance_step(
-    static: StepStatic, params: Params, state: ModelState, batch: AdvanceBatch, sampling: SampledRows
-) -> tuple[Int[Array, "rows words"], ModelState]:
-    """Fold replay windows, run each row's pending token, and choose the one after it."""
+    static: StepStatic, params: Params, state: DeviceState, batch: AdvanceBatch, sampling: SampledRows
+) -> tuple[Int[Array, "rows words"], DeviceState]:
+    """Fold replay windows, run each row's pending token and its drafts, emit what stands, and draft what may follow."""
     model, rows = static.model(params), batch.rows
-    hidden, state = model.decoder.advance(batch, state)
-    broken = (rows.is_new(hidden.shape[1]) & ~_is_finite(hidden)).any(axis=1)
+    is_new = rows.is_new(batch.token_ids.shape[1])
+    window = jnp.concatenate([batch.token_ids[:, :1], gather_lanes(state.drafts, batch.lane)], axis=1)
+    batch = replace(batch, token_ids=jnp.where(is_new, window, 0))
+    hidden, after = model.decoder.advance(batch, state.model)
+    drawn = _draw(static, model, hidden, rows.positions(hidden.shape[1]) + 1, sampling)
+    sound = drawn.sound & _is_finite(hidden)
+    count = count_standing(batch.token_ids, drawn.tokens, sound, rows.num_new)
+    if after.mtp is not None:
+        after = replace(after, mtp=verified_entries(model, after.mtp, batch, hidden, drawn.tokens, count))
     saves = jnp.where(rows.saves(), rows.save_slot, NULL_SLOT)
-    ran = _Ran(
-        last=hidden[:, 0],
-        position=rows.start() + 1,
-        any_new=rows.num_new > 0,
-        broken=broken | _overflowed(state, jnp.stack([rows.write_slot, saves], axis=1)),
+    emitted = _Emitted(
+        drawn=drawn,
+        num_tokens=count,
+        finite=sound[:, 0] | (rows.num_new == 0),
+        state_slots=jnp.stack([rows.write_slot, saves], axis=1),
         stored=(saves != NULL_SLOT)[:, None],
     )
-    return _emit(static, model, ran, sampling), state
+    row, last = jnp.arange(count.shape[0]), jnp.maximum(count - 1, 0)
+    pending = Pending(
+        token=drawn.tokens[row, last],
+        position=rows.start() + count,
+        hidden=hidden[row, last],
+        num_new=jnp.minimum(count, 1),
+    )
+    rounds = state.drafts.shape[1]
+    state = _draft(static, model, replace(state, model=after), pending, sampling, batch.block_tables, rounds)
+    return _pack(after, emitted), state
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Ran:
-    """What a step of either phase knows of its rows: the vector whose logits are wanted, and what became of them."""
+class _Drawn:
+    """Tokens drawn after each token of a window, what is said of them, and where one could be drawn."""
 
-    last: Float[Array, "rows H"]
-    position: Int[Array, "rows"]  # of the token to choose
-    any_new: Bool[Array, "rows"]
-    broken: Bool[Array, "rows"]
+    tokens: Int[Array, "rows T"]
+    logprobs: LogprobArrays
+    sound: Bool[Array, "rows T"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Emitted:
+    """What a step of either phase knows of its rows: tokens, how many of them stand, and what became of the states."""
+
+    drawn: _Drawn
+    num_tokens: Int[Array, "rows"]
+    finite: Bool[Array, "rows"]
+    state_slots: Int[Array, "rows slots"]  # written in this step
     stored: Bool[Array, "rows boundaries"]
 
 
-def _emit(static: StepStatic, model: LanguageModel, ran: _Ran, sampling: SampledRows) -> Int[Array, "rows words"]:
+def _draw(
+    static: StepStatic,
+    model: LanguageModel,
+    hidden: Float[Array, "rows T H"],
+    position: Int[Array, "rows T"],
+    sampling: SampledRows,
+) -> _Drawn:
+    """Draw the token at each position from the hidden vector before it."""
     valid = static.num_valid_tokens
-    logits = model.decoder.logits(ran.last)
-    tokens = sample_tokens(logits, sampling.parameters(), ran.position, num_valid_tokens=valid)
+    logits = model.decoder.logits(hidden)
+    tokens = sample_tokens(logits, sampling.parameters(), position, num_valid_tokens=valid)
     describe = partial(token_logprobs, logits, tokens, num_top=static.num_top, num_valid_tokens=valid)
 
     def nothing() -> LogprobArrays:
         """Return zeros in the shapes of a description, which the compiler does not compute for that."""
         return jax.tree.map(jnp.zeros_like, describe())
 
+    return _Drawn(
+        tokens=tokens,
+        logprobs=jax.lax.cond(sampling.want_logprobs(), describe, nothing),
+        sound=samplable(logits, num_valid_tokens=valid),
+    )
+
+
+def _draft(
+    static: StepStatic,
+    model: LanguageModel,
+    state: DeviceState,
+    pending: Pending,
+    sampling: SampledRows,
+    block_tables: Int[Array, "rows blocks"],
+    num_rounds: int | Int[Array, ""],
+) -> DeviceState:
+    """Draft for the next step, with the noise that the target will draw with; nothing where the engine never drafts."""
+    num_drafts = state.drafts.shape[1]
+    if state.model.mtp is None or num_drafts == 0:
+        return state
+    parameters = sampling.parameters()
+
+    def draw(
+        logits: Float[Array, "rows V"],
+        position: Int[Array, "rows"],
+        drafts: Int[Array, "rows k"],
+        num_before: Int[Array, ""],
+    ) -> Int[Array, "rows"]:
+        """Choose as the target will; what was drafted before changes nothing."""
+        return sample_tokens(logits, parameters, position, num_valid_tokens=static.num_valid_tokens)
+
+    drafts, pages = make_drafts(
+        model,
+        state.model.mtp,
+        pending,
+        lane=sampling.lane,
+        block_tables=block_tables,
+        num_drafts=num_drafts,
+        num_rounds=num_rounds,
+        draw=draw,
+    )
+    return replace(
+        state, model=replace(state.model, mtp=pages), drafts=scatter_lanes(state.drafts, sampling.lane, drafts)
+    )
+
+
+def _pack(after: ModelState, emitted: _Emitted) -> Int[Array, "rows words"]:
     return pack(
         StepOutputs(
-            tokens=tokens,
-            finite=~ran.broken & (samplable(logits, num_valid_tokens=valid) | ~ran.any_new),
-            stored=ran.stored,
-            logprobs=jax.lax.cond(sampling.want_logprobs(), describe, nothing),
+            tokens=emitted.drawn.tokens,
+            num_tokens=emitted.num_tokens,
+            finite=emitted.finite & ~_overflowed(after, emitted.state_slots),
+            stored=emitted.stored,
+            logprobs=emitted.drawn.logprobs,
         )
     )
 

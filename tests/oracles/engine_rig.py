@@ -26,8 +26,9 @@ from gdn_jax.serving.core.scheduler import Scheduler
 from gdn_jax.serving.engine_types import EngineOutput, EngineStats
 from gdn_jax.serving.runner import runner as runner_module
 from gdn_jax.serving.runner.buckets import Buckets, make_buckets
-from gdn_jax.serving.runner.runner import PoolSizes, Runner
-from gdn_jax.state import KVPages
+from gdn_jax.serving.runner.pools import PoolSizes
+from gdn_jax.serving.runner.runner import Runner
+from gdn_jax.state import KVPages, ModelState
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 TINY = GOLDEN / "tiny-hybrid"
@@ -87,8 +88,21 @@ def scheduler_of(llm: LLM) -> Scheduler:
 
 def poison(llm: LLM) -> None:
     """Fill every pool with NaN, as if no slot or page had ever been written."""
-    runner = runner_of(llm)
-    runner._state = jax.tree.map(lambda array: jnp.full_like(array, jnp.nan), runner._state)
+    poison_all(runner_of(llm))
+
+
+def poison_all(runner: Runner) -> None:
+    """Fill every array of the device state with NaN, and those of integers with an id that no model has."""
+
+    def fill(array: jax.Array) -> jax.Array:
+        return jnp.full_like(array, jnp.nan if jnp.issubdtype(array.dtype, jnp.floating) else 2**30)
+
+    runner._device = jax.tree.map(fill, runner.device)
+
+
+def put_state(runner: Runner, state: ModelState) -> None:
+    """Replace the model's part of the device state."""
+    runner._device = replace(runner.device, model=state)
 
 
 def greedy(max_tokens: int = 8, **params: Any) -> SamplingParams:
@@ -189,7 +203,10 @@ def poison_what_nobody_owns(llm: LLM) -> None:
         else replace(layer, recurrent=wipe(layer.recurrent, slots), conv=wipe(layer.conv, slots))
         for layer in runner.state.layers
     )
-    runner._state = replace(runner.state, layers=layers, hidden=wipe(runner.state.hidden, slots))
+    mtp = runner.state.mtp
+    if mtp is not None:
+        mtp = KVPages(k=wipe(mtp.k, pages), v=wipe(mtp.v, pages))
+    put_state(runner, replace(runner.state, layers=layers, hidden=wipe(runner.state.hidden, slots), mtp=mtp))
 
 
 class Oracle:

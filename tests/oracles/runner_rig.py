@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-from oracles.engine_rig import TINY
+from oracles.engine_rig import TINY, poison_all
 
 from gdn_jax.config import ModelConfig
 from gdn_jax.kernels.dispatch import Implementation
@@ -16,7 +15,8 @@ from gdn_jax.serving.core.checkpoints import Retention, SlotId
 from gdn_jax.serving.core.plan import Export, Phase, RowPlan, RowResult, StepPlan
 from gdn_jax.serving.core.request import RequestId
 from gdn_jax.serving.runner.buckets import Buckets
-from gdn_jax.serving.runner.runner import PoolSizes, RequestSampling, Runner
+from gdn_jax.serving.runner.pools import PoolSizes
+from gdn_jax.serving.runner.runner import RequestSampling, Runner
 from gdn_jax.serving.runner.sampling import RowSampling
 from gdn_jax.weights import dummy_weights
 
@@ -48,7 +48,7 @@ def small_model(dtype: str = "float32") -> LanguageModel:
 def make_runner(model: LanguageModel | None = None, *, sizes: PoolSizes = SIZES, buckets: Buckets = BUCKETS) -> Runner:
     """A runner on pools full of NaN."""
     runner = Runner(model or small_model(), sizes, buckets, num_valid_tokens=NUM_VALID)
-    runner._state = jax.tree.map(lambda array: jnp.full_like(array, jnp.nan), runner.state)
+    poison_all(runner)
     return runner
 
 

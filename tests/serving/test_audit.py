@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from oracles.engine_rig import ask, greedy, make_llm, random_ids, runner_of, scheduler_of
+from oracles.engine_rig import ask, greedy, make_llm, put_state, random_ids, runner_of, scheduler_of
 
 from gdn_jax import LLM
 from gdn_jax.serving.core.errors import InvariantError
@@ -51,7 +51,7 @@ class Audited:
         self.put(replace(self.sound, layers=tuple(layers)))
 
     def put(self, state: ModelState) -> None:
-        runner_of(self.llm)._state = state
+        put_state(runner_of(self.llm), state)
 
 
 @pytest.fixture(scope="module")

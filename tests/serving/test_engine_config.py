@@ -151,7 +151,6 @@ def test_vllms_settings_that_ask_for_nothing_are_accepted(name: str, value: obje
         ("tensor_parallel_size", 2),
         ("tensor_parallel_size", np.array([1, 2])),
         ("enable_chunked_prefill", False),
-        ("speculative_config", {"method": "mtp"}),
         ("quantization", "awq"),
         ("kv_cache_dtype", "fp8"),
         ("enable_prefix_caching", "yes"),
@@ -163,6 +162,38 @@ def test_vllms_settings_that_ask_for_more_are_refused_by_name(name: str, value: 
     with pytest.raises(ValueError, match=f"{name} must be ") as caught:
         EngineConfig.from_arguments("folder", {name: value})
     assert repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "number"),
+    [
+        ({"method": "mtp", "num_speculative_tokens": 2}, 2),
+        ({"method": "qwen3_next_mtp"}, 3),
+        ({"num_speculative_tokens": 8}, 8),
+        ('{"method": "mtp", "num_speculative_tokens": 1}', 1),
+        (None, 0),
+    ],
+)
+def test_vllms_speculative_config_says_how_many_tokens_the_head_drafts(value: object, number: int) -> None:
+    config = EngineConfig.from_arguments("folder", {"speculative_config": value})
+    assert config == EngineConfig(model="folder", speculative_tokens=number)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ({"method": "eagle3", "num_speculative_tokens": 2}, "must have the method 'mtp' .*got method 'eagle3'"),
+        ({"method": "mtp", "model": "some/draft"}, "no model, .*got method 'mtp', model 'some/draft'"),
+        ({"method": "mtp", "ngram_size": 2}, "no keys but method, .*got 'ngram_size'"),
+        ({"method": "mtp", "num_speculative_tokens": 9}, r"speculative_tokens must be in 0\.\.8; got 9"),
+        ({"method": "mtp", "num_speculative_tokens": "3"}, "speculative_tokens must be an integer .*got '3'"),
+        ("{", "must be a dict or JSON of one; got '{'"),
+        (3, "must be a dict or JSON of one; got 3"),
+    ],
+)
+def test_a_speculative_config_that_asks_for_another_drafter_is_refused(value: object, words: str) -> None:
+    with pytest.raises(SettingError, match=words):
+        EngineConfig.from_arguments("folder", {"speculative_config": value})
 
 
 @pytest.mark.parametrize(

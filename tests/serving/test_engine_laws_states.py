@@ -16,6 +16,7 @@ from oracles.engine_rig import (
     idle,
     make_llm,
     poison_what_nobody_owns,
+    put_state,
     random_ids,
     runner_of,
     scheduler_of,
@@ -64,7 +65,7 @@ def test_a_checkpoint_or_page_that_something_overwrites_stops_an_audited_engine(
             layers[index] = replace(layers[index], conv=layers[index].conv.at[slot, 0, 0].add(1.0))
         else:
             layers[index] = replace(layers[index], v=layers[index].v.at[page, 0, 0, 0].add(1.0))
-        runner._state = replace(runner.state, layers=tuple(layers))
+        put_state(runner, replace(runner.state, layers=tuple(layers)))
         with pytest.raises(InvariantError, match="differs from a fresh computation"):
             ask(llm, [[1, 2, 3]], greedy(2))
 
@@ -123,7 +124,7 @@ def test_nan_in_one_requests_state_ends_that_request_alone_and_none_of_it_is_fou
         replace(layer, recurrent=layer.recurrent.at[slot].set(jnp.nan)) if isinstance(layer, RecurrentState) else layer
         for layer in runner.state.layers
     )
-    runner._state = replace(runner.state, layers=layers)
+    put_state(runner, replace(runner.state, layers=layers))
     ends = [list(stream)[-1] for stream in streams]
     assert [end.outputs[0].finish_reason for end in ends] == ["length", "error", "length"]
     assert len(ends[1].outputs[0].token_ids) == 4

@@ -214,14 +214,14 @@ def test_old_pools_are_gone_before_new_ones_are_made(broken: LanguageModel, monk
     runner = make_runner(broken)
     old = [weakref.ref(array) for array in pool_arrays(runner)]
     alive: list[int] = []
-    make_state = runner_module.make_state
+    make_state = runner_module.make_device_state
 
     def watching(*args: Any, **kwargs: Any) -> Any:
         gc.collect()
         alive.append(sum(ref() is not None for ref in old))
         return make_state(*args, **kwargs)
 
-    monkeypatch.setattr(runner_module, "make_state", watching)
+    monkeypatch.setattr(runner_module, "make_device_state", watching)
     assert all(ref() is not None for ref in old)
     runner.reset()
     assert alive == [0]
@@ -234,7 +234,7 @@ def test_pools_that_could_not_be_made_again_stop_the_engine_with_words(broken: L
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(runner_module, "make_state", fail)
+    monkeypatch.setattr(runner_module, "make_device_state", fail)
     with pytest.raises(RuntimeError, match="out of memory"):
         runner.reset()
     with pytest.raises(InvariantError, match="pools are lost"):

@@ -12,6 +12,7 @@ import jax
 import jaxtyping
 import pytest
 from oracles.engine_rig import SETTINGS, TINY
+from safetensors.numpy import load_file, save_file
 
 from gdn_jax.config import ModelConfig
 from gdn_jax.errors import ConfigError, WeightsError
@@ -66,15 +67,36 @@ def test_every_file_is_read_once_and_every_choice_said_once(
         assert sum(line.startswith(opening) for line in lines) == 1
 
 
-def test_the_mtp_head_takes_no_memory_while_nothing_drafts(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("number", [0, 2])
+def test_the_mtp_head_takes_memory_only_where_it_drafts(
+    folder: Path, caplog: pytest.LogCaptureFixture, number: int
+) -> None:
     with caplog.at_level(logging.INFO, "gdn_jax"):
-        parts = start(folder)
+        parts = start(folder, speculative_tokens=number)
     assert MODEL.num_mtp_layers == 1
-    assert parts.model_config.num_mtp_layers == 0
-    params = parts.engine._runner._params
-    assert not [path for path, _ in jax.tree_util.tree_flatten_with_path(params)[0] if "mtp" in str(path)]
-    assert parts.memory.block_bytes == 64 * 2 * 2 * 32 * 4  # keys and values of the one attention layer, float32
-    assert "multi-token-prediction head is left out" in caplog.text
+    assert parts.model_config.num_mtp_layers == (1 if number else 0)
+    assert len(parts.engine._runner._params) == (70 if number else 55)
+    pages = 2 if number else 1  # of the one attention layer, and of the head
+    assert parts.memory.block_bytes == 64 * 2 * 2 * 32 * 4 * pages  # keys and values, float32
+    said = "the MTP head drafts 2 tokens a step" if number else "speculation: off; the MTP head is left out"
+    assert said in caplog.text
+
+
+def test_drafts_of_a_model_without_a_head_are_refused_at_the_start(folder: Path, tmp_path: Path) -> None:
+    """Many fine-tuned releases name an MTP layer and have lost its weights."""
+    stripped = tmp_path / "stripped"
+    shutil.copytree(folder, stripped)
+    tensors = load_file(stripped / "model.safetensors")
+    save_file({name: array for name, array in tensors.items() if "mtp" not in name}, stripped / "model.safetensors")
+    with pytest.raises(StartupError, match=r"hold no tensor mtp\.\*; set speculative_tokens to 0"):
+        start(stripped, speculative_tokens=2)
+    assert start(stripped).model_config.num_mtp_layers == 0
+    config = json.loads((stripped / "config.json").read_text())
+    text = config.get("text_config", config)
+    text["mtp_num_hidden_layers"] = 0
+    (stripped / "config.json").write_text(json.dumps(config))
+    with pytest.raises(StartupError, match="names no MTP layer; set speculative_tokens to 0"):
+        start(stripped, speculative_tokens=2)
 
 
 @pytest.mark.parametrize(
