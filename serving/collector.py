@@ -27,6 +27,7 @@ class _Completion:
         self.cumulative = 0.0
         self.finish: FinishReason | None = None
         self.stop_reason: int | str | None = None
+        self.num_accepted = self.num_rejected = 0
         self.has_news = False
         self._decoder = decoder  # stands after the tokens taken: tells what an alternative would have read like
 
@@ -36,6 +37,8 @@ class _Completion:
         self.text += step.text
         self.token_ids += step.token_ids
         self.finish, self.stop_reason = step.finish_reason, step.stop_reason
+        self.num_accepted += step.num_accepted
+        self.num_rejected += step.num_rejected
         for token, found in zip(step.token_ids, step.logprobs, strict=False):  # none, where none were asked for
             self.cumulative += found.chosen
             self.logprobs.append(self._report(token, found))
@@ -60,6 +63,8 @@ class _Completion:
             logprobs=(list(self.logprobs) if grows else self.logprobs) if has_logprobs else None,
             finish_reason=None if self.finish is None else self.finish.value,
             stop_reason=self.stop_reason,
+            num_accepted_drafts=self.num_accepted,
+            num_rejected_drafts=self.num_rejected,
         )
 
     def hand_over(self, *, has_logprobs: bool) -> CompletionOutput:

@@ -16,6 +16,7 @@ from gdn_jax.kernels.dispatch import UnsupportedKernelError
 from gdn_jax.serving.async_llm import AsyncLLM
 from gdn_jax.serving.config import EngineConfig, SettingError
 from gdn_jax.serving.core.errors import EngineError, InvalidPromptError, RequestError, StartupError
+from gdn_jax.serving.engine_types import EngineStats
 from gdn_jax.serving.http.config import ServerConfig
 from gdn_jax.serving.http.records import JsonFormatter
 from gdn_jax.serving.http.serve import serve
@@ -205,7 +206,10 @@ def _generate(command: Generate) -> int:
             outputs = llm.stream_chat([{"role": "user", "content": prompt}], params)
         else:
             outputs = llm.stream(prompt, params)
+        before = llm.stats()
         ends.append(_show(outputs, quiet=command.quiet))
+        if command.engine.speculative_tokens and not command.quiet:
+            _show_drafts(before, llm.stats())
     return int("error" in ends)
 
 
@@ -241,6 +245,16 @@ def _show(outputs: Iterator[RequestOutput], *, quiet: bool) -> str | None:
             f"{num_tokens} generated; {output.outputs[0].finish_reason}]\n"
         )
     return output.outputs[0].finish_reason
+
+
+def _show_drafts(before: EngineStats, after: EngineStats) -> None:
+    """Say what drafting brought between two moments."""
+    rows = after.verified_rows - before.verified_rows
+    accepted, drafted = (getattr(after, name) - getattr(before, name) for name in ("accepted_tokens", "drafted_tokens"))
+    if rows:
+        sys.stderr.write(
+            f"[{1 + accepted / rows:.2f} tokens per verify: {accepted} of {drafted} drafts accepted in {rows} steps]\n"
+        )
 
 
 def _info(command: Info) -> None:

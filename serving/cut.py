@@ -25,6 +25,8 @@ class TokenOutput:
         logprobs: one entry per token, when asked for.
         finish_reason: set in the last one.
         stop_reason: the stop string or stop token id that ended it; None for end tokens and length.
+        num_accepted: drafts among the tokens.
+        num_rejected: drafts that the step verified and that are not among them.
     """
 
     token_ids: list[int] = field(default_factory=list[int])
@@ -32,6 +34,8 @@ class TokenOutput:
     logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    num_accepted: int = 0
+    num_rejected: int = 0
 
 
 class Cutter:

@@ -59,7 +59,7 @@ class Engine:
         self._auditor = auditor
         self._tokenizer, self._end_token_ids = tokenizer, tuple(end_token_ids)
         self._live: dict[RequestId, _Live] = {}
-        self._counts = EngineCounts()
+        self._counts = EngineCounts(accepted_by_position=[0] * scheduler.limits.num_drafts)
         self._has_state = True  # false: a step lost the device state and it could not be made again
 
     def add(self, asked: EngineRequest) -> None:
@@ -212,6 +212,10 @@ class Engine:
             return RowCut(num_kept=0), None
         cut, output = live.cutter.cut(result.tokens)
         output.logprobs = list(result.logprobs[: cut.num_kept])
+        if row.num_drafts:  # all tokens but the last that the device emits are drafts; those past the cut are not sent
+            output.num_accepted = min(cut.num_kept, len(result.tokens) - 1)
+            output.num_rejected = row.num_drafts - output.num_accepted
+            self._counts.verified(row.num_drafts, output.num_accepted)
         return cut, output
 
     def _audit(self, auditor: Auditor, ran: Sequence[Request]) -> None:

@@ -1,7 +1,7 @@
 """What callers and the engine exchange: requests, what a step gave them, and counts."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gdn_jax.serving.core.request import RequestId
 from gdn_jax.serving.core.scheduler import Scheduler
@@ -70,6 +70,10 @@ class EngineStats:
         steps: steps run.
         failed_steps: steps that raised.
         compilations: steps compiled, one per phase and padded size.
+        verified_rows: rows that ran drafts of the step before.
+        drafted_tokens: drafts that they ran.
+        accepted_tokens: drafts that stood and were kept.
+        accepted_by_position: the same by place in the window, the first draft first.
         checkpoints: published now.
         blocks_used: held now, of `blocks`.
         blocks: KV blocks in all.
@@ -104,6 +108,15 @@ class EngineStats:
     aborted_requests: int = 0
     failed_requests: int = 0
     compilations: int = 0
+    verified_rows: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    accepted_by_position: tuple[int, ...] = ()
+
+    @property
+    def tokens_per_verify(self) -> float:
+        """Tokens that a verifying row emits on average: accepted drafts and one more; 0 before the first of them."""
+        return 1 + self.accepted_tokens / self.verified_rows if self.verified_rows else 0.0
 
 
 @dataclass(kw_only=True)
@@ -117,6 +130,9 @@ class EngineCounts:
         finished_requests: see there.
         aborted_requests: see there.
         failed_requests: see there.
+        verified_rows: see there.
+        drafted_tokens: see there.
+        accepted_by_position: see there.
         evictions_before: checkpoints evicted from pools that were since given up.
     """
 
@@ -126,7 +142,17 @@ class EngineCounts:
     finished_requests: int = 0
     aborted_requests: int = 0
     failed_requests: int = 0
+    verified_rows: int = 0
+    drafted_tokens: int = 0
+    accepted_by_position: list[int] = field(default_factory=list[int])
     evictions_before: int = 0
+
+    def verified(self, num_drafts: int, num_accepted: int) -> None:
+        """Count a row that ran drafts."""
+        self.verified_rows += 1
+        self.drafted_tokens += num_drafts
+        for place in range(num_accepted):
+            self.accepted_by_position[place] += 1
 
     def stats(self, scheduler: Scheduler, *, num_compiled: int) -> EngineStats:
         """Return these, the scheduler's, the runner's count of compiled steps, and gauges now."""
@@ -154,4 +180,8 @@ class EngineCounts:
             aborted_requests=self.aborted_requests,
             failed_requests=self.failed_requests,
             compilations=num_compiled,
+            verified_rows=self.verified_rows,
+            drafted_tokens=self.drafted_tokens,
+            accepted_tokens=sum(self.accepted_by_position),
+            accepted_by_position=tuple(self.accepted_by_position),
         )

@@ -20,6 +20,7 @@ class Metric:
         text: what it counts, with the unit.
         field: of the engine's statistics; empty: the server's own.
         vllm: vLLM's name for the same thing, with its suffix; empty: it has none.
+        label: for a field that is a tuple: one value for each place in it, and its name.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Metric:
     text: str
     field: str = ""
     vllm: str = ""
+    label: str = ""
 
 
 ENGINE = (
@@ -85,6 +87,35 @@ ENGINE = (
     Metric(name="steps_total", kind="counter", text="Steps run.", field="steps"),
     Metric(name="failed_steps_total", kind="counter", text="Steps that the device failed.", field="failed_steps"),
     Metric(name="compilations_total", kind="counter", text="Steps compiled.", field="compilations"),
+    Metric(
+        name="verified_rows_total",
+        kind="counter",
+        text="Rows of steps that verified drafts.",
+        field="verified_rows",
+        vllm="vllm:spec_decode_num_drafts_total",
+    ),
+    Metric(
+        name="drafted_tokens_total",
+        kind="counter",
+        text="Draft tokens verified.",
+        field="drafted_tokens",
+        vllm="vllm:spec_decode_num_draft_tokens_total",
+    ),
+    Metric(
+        name="accepted_tokens_total",
+        kind="counter",
+        text="Draft tokens that stood and were kept.",
+        field="accepted_tokens",
+        vllm="vllm:spec_decode_num_accepted_tokens_total",
+    ),
+    Metric(
+        name="accepted_tokens_per_position_total",
+        kind="counter",
+        text="Draft tokens that stood and were kept, by place in their window, from 0.",
+        field="accepted_by_position",
+        vllm="vllm:spec_decode_num_accepted_tokens_per_pos_total",
+        label="position",
+    ),
 )
 
 KV_USAGE = Metric(

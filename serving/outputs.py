@@ -70,6 +70,8 @@ class CompletionOutput:
         finish_reason: "stop" at an end token, stop token or stop string, "length" at max_tokens or the end of the
             context, "abort" if cancelled, "error" if a step failed under it; None while it runs.
         stop_reason: the stop string or stop token id that ended it; None for the model's own end token and else.
+        num_accepted_drafts: tokens so far that the MTP head had guessed.
+        num_rejected_drafts: its guesses so far that were verified and are not among the tokens.
     """
 
     index: int
@@ -79,6 +81,8 @@ class CompletionOutput:
     logprobs: list[PositionLogprobs] | None = None
     finish_reason: FinishName | None = None
     stop_reason: int | str | None = None
+    num_accepted_drafts: int = 0
+    num_rejected_drafts: int = 0
 
     def finished(self) -> bool:
         """Return whether no more tokens will come."""

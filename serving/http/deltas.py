@@ -20,6 +20,8 @@ class Delta:
         logprobs: a report for each; None unless asked for.
         finish_reason: None while it goes on.
         stop_reason: the stop string or token that ended it, if one did.
+        num_accepted: drafts among the choice's tokens so far.
+        num_rejected: drafts so far that were verified and are not among them.
     """
 
     choice: int
@@ -28,6 +30,8 @@ class Delta:
     logprobs: list[PositionLogprobs] | None
     finish_reason: str | None
     stop_reason: int | str | None
+    num_accepted: int = 0
+    num_rejected: int = 0
 
 
 def wanted(params: SamplingParams) -> SamplingParams:
@@ -45,6 +49,8 @@ def deltas_of(output: RequestOutput, first_choice: int) -> list[Delta]:
             completion.logprobs,
             completion.finish_reason,
             completion.stop_reason,
+            completion.num_accepted_drafts,
+            completion.num_rejected_drafts,
         )
         for completion in output.outputs
     ]

@@ -191,6 +191,7 @@ async def _deltas(
                 if job.hides_tokens:
                     delta.text, delta.token_ids = "", []
                 record.took(delta.choice, len(delta.token_ids))
+                record.drafts[delta.choice] = delta.num_accepted, delta.num_rejected
             if deltas:
                 yield deltas
 

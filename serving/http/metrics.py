@@ -85,9 +85,16 @@ class Metrics:
             return
         for metric in names.ENGINE:
             value = getattr(stats, metric.field, None)
-            if value is not None:
-                family = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+            if value is None:
+                continue
+            family = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+            if not metric.label:
                 yield family(names.PREFIX + metric.name, metric.text, value=value)
+                continue
+            by_place = family(names.PREFIX + metric.name, metric.text, labels=[metric.label])
+            for place, one in enumerate(value):
+                by_place.add_metric([str(place)], one)
+            yield by_place
         usage = getattr(stats, "blocks_used", 0) / max(1, getattr(stats, "blocks", 0))
         yield GaugeMetricFamily(names.PREFIX + names.KV_USAGE.name, names.KV_USAGE.text, value=usage)
 

@@ -32,6 +32,7 @@ class Record:
         prompt_tokens: of all prompts.
         cached_tokens: of those, from the prefix cache.
         completion_tokens: generated.
+        drafts: by choice, accepted and rejected draft tokens so far.
         first_token: seconds until the first token; None without one.
     """
 
@@ -47,6 +48,7 @@ class Record:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+    drafts: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
     first_token: float | None = None
     _last: dict[int, float] = field(default_factory=dict[int, float])
 

@@ -148,11 +148,16 @@ class Sink(Protocol):
 
 def usage_of(record: Record) -> dict[str, object]:
     """Return how many tokens a request took."""
+    accepted, rejected = map(sum, zip((0, 0), *record.drafts.values(), strict=True))
     return {
         "prompt_tokens": record.prompt_tokens,
         "completion_tokens": record.completion_tokens,
         "total_tokens": record.prompt_tokens + record.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": record.cached_tokens},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": rejected,
+        },
     }
 
 

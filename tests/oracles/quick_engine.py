@@ -55,7 +55,7 @@ class QuickRunner(Runner):
         """Start with nothing on the device."""
         if self.reset_error is not None:
             raise self.reset_error
-        self.device = TellTaleRunner(block_size=BLOCK, vocabulary=VOCABULARY, num_drafts=self._num_drafts)
+        self.tell_tale = TellTaleRunner(block_size=BLOCK, vocabulary=VOCABULARY, num_drafts=self._num_drafts)
 
     @property
     def num_compiled(self) -> int:
@@ -76,7 +76,7 @@ class QuickRunner(Runner):
         if self.step_error is not None:
             error, self.step_error = self.step_error, None
             raise error
-        rows = self.device.run(plan).rows
+        rows = self.tell_tale.run(plan).rows
         return StepResult(rows=tuple(self._report(*pair) for pair in zip(plan.rows, rows, strict=True)))
 
     def _report(self, row: RowPlan, result: RowResult) -> RowResult:
@@ -96,7 +96,14 @@ def make_parts(
     """Compose an engine and what the API reads beside it."""
     config = ModelConfig.from_folder(FOLDER)
     tokenizer = Tokenizer(FOLDER, config.vocab_size, config_eos=config.eos_token_ids)
-    limits = Limits(num_blocks=blocks, num_slots=slots, num_lanes=lanes, budget=2 * BLOCK, max_model_len=max_model_len)
+    limits = Limits(
+        num_blocks=blocks,
+        num_slots=slots,
+        num_lanes=lanes,
+        budget=2 * BLOCK,
+        max_model_len=max_model_len,
+        num_drafts=num_drafts,
+    )
     scheduler = Scheduler(limits, Placement(mode=CacheMode.ALL, block_size=BLOCK, state_interval=2 * BLOCK))
     return EngineParts(
         engine=Engine(
@@ -157,4 +164,4 @@ def audit(engine: Engine) -> None:
     """Check every owner's books and every published name."""
     scheduler, runner = parts_of(engine)
     scheduler.check()
-    runner.device.audit(scheduler)
+    runner.tell_tale.audit(scheduler)

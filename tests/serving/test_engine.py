@@ -1,5 +1,6 @@
 """The engine's loop: what a step that goes wrong leaves behind, and what it counts."""
 
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -8,7 +9,7 @@ from oracles.quick_engine import answer, audit, lasting, make_parts, parts_of
 from gdn_jax import SamplingParams
 from gdn_jax.serving.core.errors import DeviceError, InvalidParameterError
 from gdn_jax.serving.core.plan import Phase, RowPlan
-from gdn_jax.serving.core.request import RequestId
+from gdn_jax.serving.core.request import FinishReason, RequestId
 from gdn_jax.serving.engine import Engine
 from gdn_jax.serving.engine_types import EngineRequest
 
@@ -107,7 +108,7 @@ def test_a_closing_row_publishes_its_state_only_if_it_is_finite(
     runner.is_finite = lambda row: bool(row.tokens) or finite
     ask(engine, "a", LONG, 3)  # 24 tokens have run when it ends, 23 are in its state: a closing row folds the last
     assert run(engine)["a"][1] == "length"
-    lengths = [len(runner.device.slots[slot]) for slot in scheduler.holdings.checkpoints.names().values()]
+    lengths = [len(runner.tell_tale.slots[slot]) for slot in scheduler.holdings.checkpoints.names().values()]
     assert (24 in lengths) is published
 
 
@@ -183,3 +184,45 @@ def test_nothing_grows_with_the_number_of_requests_that_have_ended(engine: Engin
         if isinstance(value, dict | list | set | tuple)
     }
     assert {name: size for name, size in sizes.items() if size > 4} == {}
+
+
+# Drafts.
+
+
+def test_drafts_are_counted_by_request_and_by_place_and_change_no_token() -> None:
+    plain, drafting = make_parts().engine, make_parts(num_drafts=3).engine
+    for engine in (plain, drafting):
+        ask(engine, "a", LONG, 25)
+        ask(engine, "b", OTHER, 25)
+    accepted, rejected = Counter[str](), Counter[str]()
+    tokens: dict[str, list[int]] = {"a": [], "b": []}
+    while drafting.has_work:
+        for given in drafting.step():
+            tokens[given.request_id] += given.output.token_ids
+            accepted[given.request_id] += given.output.num_accepted
+            rejected[given.request_id] += given.output.num_rejected
+        audit(drafting)
+    assert {name: (found, FinishReason.LENGTH) for name, found in tokens.items()} == run(plain)
+    stats = drafting.stats()
+    assert stats.accepted_tokens == sum(accepted.values()) == sum(stats.accepted_by_position) > 10
+    assert stats.drafted_tokens == sum(accepted.values()) + sum(rejected.values())
+    assert list(stats.accepted_by_position) == sorted(stats.accepted_by_position, reverse=True)
+    assert stats.tokens_per_verify == 1 + stats.accepted_tokens / stats.verified_rows > 1.3
+    assert stats.steps < plain.stats().steps
+    none = plain.stats()
+    assert (none.verified_rows, none.drafted_tokens, none.accepted_by_position, none.tokens_per_verify) == (0, 0, (), 0)
+
+
+@pytest.mark.parametrize("stop_at", range(4, 12))
+def test_drafts_that_stood_past_a_stop_count_as_rejected(stop_at: int) -> None:
+    engine = make_parts(num_drafts=3).engine
+    parts_of(engine)[1].tell_tale.draft = lambda known, count: answer(list(known), count)
+    expected = answer(OTHER, 20)[:stop_at]
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, stop_token_ids=[expected[-1]])
+    length = 1 + expected.index(expected[-1])
+    engine.add(EngineRequest(request_id="a", prompt=OTHER, params=params, seed=0, max_tokens=20))
+    outputs = [given.output for _ in range(20) for given in engine.step()]
+    assert [token for output in outputs for token in output.token_ids] == expected[:length]
+    # The first token comes of the prompt; then windows of a token and three drafts, all of which are right.
+    assert sum(output.num_accepted for output in outputs) == length - 1 - (length - 1) // 4
+    assert sum(output.num_accepted + output.num_rejected for output in outputs) == engine.stats().drafted_tokens

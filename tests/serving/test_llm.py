@@ -330,7 +330,7 @@ def test_stops_lengths_and_reports_with_drafts_are_those_without(num_drafts, par
     drafted = drafting.generate([prompt], asked, use_tqdm=False)[0].outputs[0]
     assert drafted == plain
     assert len(drafted.logprobs) == len(drafted.token_ids)
-    assert parts_of(drafting._engine)[1].device.num_accepted > 0
+    assert parts_of(drafting._engine)[1].tell_tale.num_accepted > 0
     parts = list(quick_llm(num_drafts=num_drafts).stream(prompt, asked))
     assert parts[-1].outputs[0] == plain
 
