@@ -210,6 +210,8 @@ class Engine:
             return RowCut(num_kept=0, finish=FinishReason.ERROR), None if live is None else live.cutter.fail()
         if live is None or not row.emits:  # a closing row, or more prompt to come
             return RowCut(num_kept=0), None
+        if not result.tokens:  # its drafts spoilt the step
+            return RowCut(num_kept=0), None
         cut, output = live.cutter.cut(result.tokens)
         output.logprobs = list(result.logprobs[: cut.num_kept])
         if row.num_drafts:  # all tokens but the last that the device emits are drafts; those past the cut are not sent

@@ -88,7 +88,7 @@ class TokenLogprobs:
 class RowResult(NamedTuple):
     """What the device says of one row."""
 
-    tokens: tuple[int, ...]  # emitted: accepted drafts and one more; empty if the row does not emit
+    tokens: tuple[int, ...]  # emitted: accepted drafts and one more; none if the row does not emit, or is to run again
     saved: tuple[int, ...]  # boundaries whose states were stored
     num_drafts: int = 0  # drafts made for the next step
     finite: bool = True  # false: the logits after the span hold NaN or infinities; nothing the row wrote may be kept

@@ -17,6 +17,10 @@ def count_standing(
 ) -> Int[Array, "rows"]:
     """Return how many leading tokens of each window stand, which is how many tokens the row emits.
 
+    Numbers that are not finite may spread to the tokens before them in a window, since 0 times NaN is NaN. So where a
+    window with drafts is not sound from its first token on, none stands: the step is worth nothing, and the next one
+    runs the pending token alone, which tells.
+
         window   [p, d1, d2, d3]    the pending token and three drafts
         choices  [x1, x2, x3, x4]   what the target draws after each of them
         d1 = x1, d2 = x2, d3 != x3: three stand, and x1, x2, x3 are emitted
@@ -30,6 +34,7 @@ def count_standing(
     """
     place = jnp.arange(window.shape[1], dtype=jnp.int32)
     agrees = (window[:, 1:] == choices[:, :-1]) & sound[:, 1:]
-    stands = jnp.concatenate([jnp.ones_like(agrees, shape=(window.shape[0], 1)), agrees], axis=1)
+    first = sound[:, :1] | (num_new[:, None] == 1)
+    stands = jnp.concatenate([first, agrees], axis=1)
     stands &= place[None] < num_new[:, None]
     return jnp.cumprod(stands.astype(jnp.int32), axis=1).sum(axis=1)

@@ -184,7 +184,7 @@ class Runner:
             yield RowResult(
                 tokens=emitted,
                 saved=saved,
-                num_drafts=self._sizes.num_drafts,
+                num_drafts=self._sizes.num_drafts if emitted else 0,
                 finite=finite[index],
                 logprobs=()
                 if num_top is None

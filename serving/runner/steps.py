@@ -114,7 +114,7 @@ def advance_step(
     emitted = _Emitted(
         drawn=drawn,
         num_tokens=count,
-        finite=sound[:, 0] | (rows.num_new == 0),
+        finite=sound[:, 0] | (rows.num_new != 1),
         state_slots=jnp.stack([rows.write_slot, saves], axis=1),
         stored=(saves != NULL_SLOT)[:, None],
     )

@@ -9,7 +9,7 @@ from gdn_jax.serving.runner.accept import count_standing
 
 def by_the_rule(window: np.ndarray, choices: np.ndarray, sound: np.ndarray, num_new: int) -> int:
     """Plain decoding of one row: a draft stands iff it is what the target draws, and all before it stand."""
-    count = min(num_new, 1)
+    count = min(num_new, 1) if sound[0] or num_new == 1 else 0
     while count and count < num_new and window[count] == choices[count - 1] and sound[count]:
         count += 1
     return count
@@ -42,6 +42,7 @@ def test_a_draft_whose_numbers_are_not_finite_waits_to_be_the_pending_token() ->
     assert count(window, choices, sound, num_new) == [2]
 
 
-def test_a_pending_token_counts_whatever_its_numbers_are_since_the_row_says_so_itself() -> None:
-    window, choices = np.asarray([[5, 6]], np.int32), np.asarray([[0, 0]], np.int32)
-    assert count(window, choices, np.asarray([[False, True]]), np.asarray([2], np.int32)) == [1]
+def test_a_window_that_is_not_sound_from_its_start_stands_for_nothing_unless_it_is_the_pending_token_alone() -> None:
+    """Drafts may have spoilt the numbers before them; the next step tells."""
+    window, choices = np.asarray([[5, 6]] * 2, np.int32), np.asarray([[6, 7]] * 2, np.int32)
+    assert count(window, choices, np.asarray([[False, True]] * 2), np.asarray([2, 1], np.int32)) == [0, 1]

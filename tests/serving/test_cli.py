@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -39,9 +40,9 @@ def run(monkeypatch, *arguments: str) -> int:
     return 0
 
 
-def run_quickly(monkeypatch, *arguments: str) -> tuple[int, QuickRunner]:
+def run_quickly(monkeypatch, *arguments: str, num_drafts: int = 0) -> tuple[int, QuickRunner]:
     """Run `generate` without a model."""
-    parts = make_parts()
+    parts = make_parts(num_drafts=num_drafts)
     monkeypatch.setattr(llm, "build_engine", lambda config, **options: parts)
     return run(monkeypatch, "generate", "--model", "any", *arguments), parts_of(parts.engine)[1]
 
@@ -73,6 +74,20 @@ def test_a_mistake_is_one_line_and_exit_code_2(monkeypatch, capsys, tmp_path):
     assert error.startswith("gdn-jax: ")
     assert error.count("\n") == 1
     assert "absent" in error
+
+
+@pytest.mark.parametrize("flags", [(), ("--quiet",)])
+def test_generate_says_what_drafts_brought_to_each_prompt(monkeypatch, capsys, flags):
+    asked = ("--prompt", "The river", "--prompt", "The mill", "--max-tokens", "40", "--ignore-eos", *flags)
+    assert run_quickly(monkeypatch, *asked, "--speculative-tokens", "3", num_drafts=3)[0] == 0
+    told = re.findall(
+        r"\[(\S+) tokens per verify: (\d+) of \d+ drafts accepted in (\d+) steps\]", capsys.readouterr().err
+    )
+    assert len(told) == (0 if flags else 2)
+    for per_verify, accepted, steps in told:
+        # The first token comes of the prompt, and the last one perhaps of a row without drafts.
+        assert 39 - (int(accepted) + int(steps)) in (0, 1)
+        assert per_verify == f"{1 + int(accepted) / int(steps):.2f}"
 
 
 @pytest.mark.parametrize("content", [b"[]", b"\xff\xfe", b"{}"])

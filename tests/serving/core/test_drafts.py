@@ -6,14 +6,14 @@ the convolution window too. Drafts are made to order: a script says how many of 
 
 import random
 from collections.abc import Callable, Sequence
-from itertools import cycle, product
+from itertools import cycle, pairwise, product
 
 import pytest
 from oracles.core_rig import STOP_TOKEN, CoreRig
 from oracles.tell_tale import next_token
 
 from gdn_jax.serving.core.placement import CacheMode
-from gdn_jax.serving.core.plan import Phase, RowPlan
+from gdn_jax.serving.core.plan import Phase, RowPlan, StepPlan, StepResult
 from gdn_jax.serving.core.request import FinishReason, RequestId
 
 VOCABULARY = 50
@@ -245,3 +245,26 @@ def test_preempted_requests_drop_their_drafts_and_go_on_without() -> None:
     assert victims
     assert all(victim.num_drafts == 0 for victim in victims)
     rig.finish()
+
+
+@pytest.mark.parametrize("spoilt", range(1, 5))
+def test_a_window_that_stands_for_nothing_runs_again_without_drafts(spoilt: int) -> None:
+    """What its drafts spoilt on the device is written again; nothing is lost, counted or published twice."""
+    rig = make_rig(block_size=8, interval=8, draft=scripted([2]))
+    rig.add("r", PROMPT, max_tokens=30)
+    run, seen = rig.runner.run, list[Phase]()
+
+    def spoil(plan: StepPlan, **options: object) -> StepResult:
+        result = run(plan, **options)  # pyright: ignore[reportArgumentType]
+        seen.append(plan.rows[0].phase)
+        if seen.count(Phase.VERIFY) == spoilt and seen[-1] is Phase.VERIFY:
+            result = StepResult(rows=(result.rows[0]._replace(tokens=(), num_drafts=0),))
+        return result
+
+    rig.runner.run = spoil  # type: ignore[method-assign]
+    rig.finish()
+    rows = rows_of(rig)
+    again = [index for index, (row, after) in enumerate(pairwise(rows)) if row.tokens and row.start == after.start]
+    assert len(again) == 1
+    assert (rows[again[0] + 1].phase, rows[again[0] + 1].num_replay) == (Phase.DECODE, 0)
+    assert len(saved(rig)) >= 3
