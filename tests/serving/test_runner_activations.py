@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 from released_configs import RELEASED
@@ -21,41 +22,43 @@ from gdn_jax.serving.runner.buckets import Buckets
 from gdn_jax.serving.runner.inputs import BlockTables, build_advance, build_prefill, padded_lanes
 from gdn_jax.serving.runner.lanes import LaneSampling
 from gdn_jax.serving.runner.memory import MemoryRequest, activation_bytes
+from gdn_jax.serving.runner.pools import PoolSizes, make_device_state
 from gdn_jax.serving.runner.steps import StepStatic, advance_step, prefill_step
-from gdn_jax.state import make_state
 
 LANES, WIDTH = 64, 256
 FLOAT32 = 4
 DENSE, MOE, LARGE = "qwen3.5-0.8b", "qwen3.5-35b-a3b", "qwen3.5-27b"
 
 
-def short(name: str, *, vocab_size: int = 0, periods: int = 1) -> ModelConfig:
-    """A released model of few layers; a small vocabulary leaves the layers as what counts."""
+def short(name: str, *, vocab_size: int = 0, periods: int = 1, window: int = 1) -> ModelConfig:
+    """A released model of few layers; a small vocabulary leaves the layers as what counts. With drafts, a head."""
     config = ModelConfig.from_dict(RELEASED[name])
     return replace(
         config,
         num_layers=2 * periods,
         layer_types=("linear_attention", "full_attention") * periods,
         is_moe_layer=config.is_moe_layer[: 2 * periods],
-        num_mtp_layers=0,
+        num_mtp_layers=int(window > 1),
         vocab_size=vocab_size or config.vocab_size,
     )
 
 
-def assigned(config: ModelConfig, *, num_tokens: int = 0, num_rows: int) -> int:
+def assigned(config: ModelConfig, *, num_tokens: int = 0, num_rows: int, window: int = 1) -> int:
     """Return the bytes that XLA assigns beside arguments and results; an advance without `num_tokens`."""
     model = abstract_model(config, dtype=jnp.dtype("float32"), implementation=Implementation.JAX)
     graph, shapes = nnx.split(model)
     params, tree = jax.tree.flatten(shapes)
     static = StepStatic(graph=graph, tree=tree, num_valid_tokens=config.vocab_size, num_top=20)
-    pools: dict[str, Any] = {"num_slots": 9, "num_pages": 9, "num_lanes": LANES, "window": 1}
-    state = make_state(config, dtype=jnp.dtype("float32"), **pools)
+    pools: dict[str, Any] = {"num_slots": 9, "num_blocks": 9, "num_lanes": LANES, "window": window}
+    sizes = PoolSizes(block_size=64, max_blocks=WIDTH, state_dtype="float32", **pools)
+    state = make_device_state(config, sizes, dtype=jnp.dtype("float32"))
     shape = Buckets(prefill=((num_tokens, num_rows),), advance_rows=(num_rows,), table_blocks=(WIDTH,))
-    tables, sampling = BlockTables(LANES, WIDTH), LaneSampling(LANES).gather(padded_lanes([], num_rows, LANES))
+    tables, nobody = BlockTables(LANES, WIDTH), np.zeros((num_rows,), np.bool_)
+    sampling = LaneSampling(LANES).gather(padded_lanes([], num_rows, LANES), nobody)
     if num_tokens:
         step, batch = prefill_step, build_prefill([], tables, shape, 64)
     else:
-        step, batch = advance_step, build_advance([], tables, shape, window=1)
+        step, batch = advance_step, build_advance([], tables, shape, window=window)
     # Leaves alone, as lowering puts descriptions in an argument's place, and those fail the check of annotations.
     leaves, structure = jax.tree.flatten((tuple(params), state, batch, sampling))
     first = len(params)
@@ -70,20 +73,26 @@ def assigned(config: ModelConfig, *, num_tokens: int = 0, num_rows: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("name", "num_tokens", "num_rows"), [(DENSE, 2048, 8), (DENSE, 64, 8), (MOE, 2048, 1), (LARGE, 512, 8)]
+    ("name", "num_tokens", "num_rows", "window"),
+    [(DENSE, 2048, 8, 4), (MOE, 2048, 1, 1), (LARGE, 512, 8, 1)],
 )
-def test_a_prefill_call_stays_within_its_estimate(name: str, num_tokens: int, num_rows: int) -> None:
-    config = short(name, vocab_size=1024)
-    needed = assigned(config, num_tokens=num_tokens, num_rows=num_rows)
+def test_a_prefill_call_stays_within_its_estimate(name: str, num_tokens: int, num_rows: int, window: int) -> None:
+    config = short(name, vocab_size=1024, window=window)
+    needed = assigned(config, num_tokens=num_tokens, num_rows=num_rows, window=window)
     assert needed <= prefill_bytes(config, FLOAT32, num_tokens=num_tokens, num_rows=num_rows) <= 2 * needed
 
 
-@pytest.mark.parametrize(("name", "vocab_size", "num_rows"), [(DENSE, 0, 64), (MOE, 1024, 64), (LARGE, 1024, 16)])
-def test_a_decode_call_stays_within_its_estimate(name: str, vocab_size: int, num_rows: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "vocab_size", "num_rows", "window"),
+    [(DENSE, 0, 64, 4), (MOE, 1024, 64, 1), (LARGE, 1024, 16, 1)],
+)
+def test_a_decode_or_verify_call_stays_within_its_estimate(
+    name: str, vocab_size: int, num_rows: int, window: int
+) -> None:
     """States count where heads are many, logits where the vocabulary is large."""
-    config = short(name, vocab_size=vocab_size)
-    needed = assigned(config, num_rows=num_rows)
-    assert needed <= advance_bytes(config, FLOAT32, num_rows=num_rows, window=1) <= 2 * needed
+    config = short(name, vocab_size=vocab_size, window=window)
+    needed = assigned(config, num_rows=num_rows, window=window)
+    assert needed <= advance_bytes(config, FLOAT32, num_rows=num_rows, window=window) <= 2 * needed
 
 
 def test_more_layers_need_no_more_memory() -> None:
