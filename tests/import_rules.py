@@ -69,7 +69,8 @@ RULES = {
     ),
     "serving.__main__": _rule(),  # loads serving.command_line by name
     "serving.command_line": _rule(
-        f"{_STEP} {_API} model kernels serving.info serving.llm serving.async_llm serving.startup serving.http",
+        f"{_STEP} {_API} model kernels serving.info serving.llm serving.async_llm serving.startup serving.http "
+        "serving.engine_types",
         "tqdm tyro",
     ),
 }
