@@ -72,20 +72,19 @@ def unpack(packed: np.ndarray, *, window: int, num_top: int) -> StepOutputs:
     ends = np.cumsum([_HEAD, window, window, window, wide, wide]).tolist()
     _, tokens, ranks, chosen, ids, top, stored = np.split(packed, ends, axis=1)
     lead = (packed.shape[0], window, num_top)
-    logprobs: Any = {
+    logprobs: dict[str, Any] = {
         "rank": ranks,
         "logprob": chosen.view(np.float32),
         "top_ids": ids.reshape(lead),
         "top_logprobs": top.reshape(lead).view(np.float32),
     }
-    words: Any = packed
-    return StepOutputs(
-        tokens=tokens,
-        num_tokens=words[:, 1],
-        finite=words[:, 0] != 0,
-        stored=stored != 0,
-        logprobs=LogprobArrays(**logprobs),
-    )
+    arrays: dict[str, Any] = {
+        "tokens": tokens,
+        "num_tokens": packed[:, 1],
+        "finite": packed[:, 0] != 0,
+        "stored": stored != 0,
+    }
+    return StepOutputs(**arrays, logprobs=LogprobArrays(**logprobs))
 
 
 def describe_token(outputs: StepOutputs, row: int, place: int, num_top: int) -> TokenLogprobs:
