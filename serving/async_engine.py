@@ -137,7 +137,8 @@ class AsyncEngine:
     async def stream(self, collector: Collector, requests: Sequence[EngineRequest]) -> AsyncGenerator[RequestOutput]:
         """Queue a prompt's completions and yield an item of the kind asked for after every step that brought something.
 
-        Leaving the iteration, or cancelling the task that runs it, aborts what is unfinished.
+        Leaving the iteration, or cancelling the task that runs it, aborts what is unfinished. The engine waits for no
+        reader: one that is slow finds all that came meanwhile in its next item.
 
         Raises:
             RequestError: the engine refuses a request; none of them runs then.

@@ -14,6 +14,7 @@ from gdn_jax.serving.engine import Engine
 from gdn_jax.serving.intake import Intake, Options
 from gdn_jax.serving.outputs import RequestOutput
 from gdn_jax.serving.prompts import EncodedPrompt
+from gdn_jax.serving.sampling_params import RequestOutputKind
 
 PROMPT = [1, 2, 3, 4, 5]
 
@@ -86,6 +87,28 @@ def test_every_completion_streams_to_its_end() -> None:
         output = await rig.last(8, n=3, seed=1)
         assert [done.finish_reason for done in output.outputs] == ["length"] * 3
         assert [len(done.token_ids) for done in output.outputs] == [8] * 3
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("kind", list(RequestOutputKind))
+def test_a_slow_reader_holds_nobody_up_and_finds_the_rest_in_one_item(kind: RequestOutputKind) -> None:
+    """The engine does not wait for readers: what one has not taken yet is no more than its own tokens."""
+
+    async def scenario(rig: Rig) -> None:
+        slow = rig.stream(60, output_kind=kind)
+        first = await anext(slow) if kind is not RequestOutputKind.FINAL_ONLY else None
+        pending = asyncio.ensure_future(anext(slow)) if first is None else None
+        await rig.last(100, [7, 8, 9])
+        while await rig.engine.call(lambda engine: engine.has_work):
+            pass
+        items = [await pending] if pending is not None else [item async for item in slow]
+        assert len(items) == 1
+        assert items[0].finished
+        tokens = items[0].outputs[0].token_ids
+        if kind is RequestOutputKind.DELTA and first is not None:
+            tokens = first.outputs[0].token_ids + tokens
+        assert tokens == answer(PROMPT, 60)
 
     run(scenario)
 

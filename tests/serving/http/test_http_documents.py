@@ -54,7 +54,12 @@ def test_every_endpoint_and_open_path_is_on_the_page() -> None:
 
 
 def test_flags_that_the_page_names_exist() -> None:
-    known = {item.name.replace("_", "-") for item in fields(ServerConfig)} | {"warm-up", "speculative-tokens", "help", "model"}
+    known = {item.name.replace("_", "-") for item in fields(ServerConfig)} | {
+        "warm-up",
+        "speculative-tokens",
+        "help",
+        "model",
+    }
     assert set(re.findall(r"--([a-z][a-z-]+)", PAGE)) <= known
 
 
