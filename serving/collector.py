@@ -16,10 +16,28 @@ from gdn_jax.serving.text.detokenizer import IncrementalDetokenizer
 from gdn_jax.serving.text.tokenizer import Tokenizer
 
 
+class _Reporter:
+    """Makes the reports of one text's tokens, in order."""
+
+    def __init__(self, decoder: IncrementalDetokenizer | None) -> None:
+        self._decoder = decoder  # stands before the next token: tells what an alternative would have read like
+
+    def report(self, token: int, found: TokenLogprobs) -> PositionLogprobs:
+        """Return the report of the next token."""
+        top = list(zip(found.top_ids, found.top, strict=True))
+        report = position_logprobs(token, found.chosen, found.rank, top, self._decode)
+        if self._decoder is not None:
+            self._decoder.push([token])
+        return report
+
+    def _decode(self, token: int) -> str | None:
+        return None if self._decoder is None else self._decoder.peek(token)
+
+
 class _Completion:
     """One of the `n` completions: all of it so far, or what was not yet handed on."""
 
-    def __init__(self, index: int, decoder: IncrementalDetokenizer | None) -> None:
+    def __init__(self, index: int, reporter: _Reporter) -> None:
         self.index = index
         self.text = ""
         self.token_ids: list[int] = []
@@ -29,7 +47,7 @@ class _Completion:
         self.stop_reason: int | str | None = None
         self.num_accepted = self.num_rejected = 0
         self.has_news = False
-        self._decoder = decoder  # stands after the tokens taken: tells what an alternative would have read like
+        self._reporter = reporter
 
     def take(self, given: EngineOutput) -> None:
         """Add what a step gave."""
@@ -41,16 +59,7 @@ class _Completion:
         self.num_rejected += step.num_rejected
         for token, found in zip(step.token_ids, step.logprobs, strict=False):  # none, where none were asked for
             self.cumulative += found.chosen
-            self.logprobs.append(self._report(token, found))
-            if self._decoder is not None:
-                self._decoder.push([token])
-
-    def _report(self, token: int, found: TokenLogprobs) -> PositionLogprobs:
-        top = list(zip(found.top_ids, found.top, strict=True))
-        return position_logprobs(token, found.chosen, found.rank, top, self._decode)
-
-    def _decode(self, token: int) -> str | None:
-        return None if self._decoder is None else self._decoder.peek(token)
+            self.logprobs.append(self._reporter.report(token, found))
 
     def output(self, *, has_logprobs: bool) -> CompletionOutput:
         """Return what is here; lists that will grow are copied."""
@@ -92,12 +101,12 @@ class Collector:
         self.name, self.request_ids = name, tuple(request_ids)
         self._prompt, self._kind = prompt, params.output_kind
         self._has_logprobs = params.logprobs is not None
-        self._completions: dict[str, _Completion] = {}
-        for index, request_id in enumerate(request_ids):
-            decoder = None
-            if self._has_logprobs and params.detokenize:
-                decoder = IncrementalDetokenizer(tokenizer, prompt.token_ids, skip_special_tokens=False)
-            self._completions[request_id] = _Completion(index, decoder)
+        self._tokenizer = tokenizer if params.detokenize else None
+        self._completions = {
+            request_id: _Completion(index, self._reporter(prompt.token_ids if self._has_logprobs else None))
+            for index, request_id in enumerate(request_ids)
+        }
+        self._prompt_logprobs: list[PositionLogprobs | None] | None = None
         self._num_open = len(self.request_ids)
         self._num_cached = 0
         self._has_news = False
@@ -106,10 +115,23 @@ class Collector:
         """Add what a step gave one completion."""
         completion = self._completions[output.request_id]
         completion.take(output)
+        if output.output.prompt_logprobs is not None:
+            self._prompt_logprobs = self._prompt_reports(output.output.prompt_logprobs)
         self._has_news = True
         self._num_open -= completion.finish is not None
         if completion.index == 0 and output.num_cached_tokens is not None:
             self._num_cached = output.num_cached_tokens
+
+    def _reporter(self, ids: Sequence[int] | None) -> _Reporter:
+        """Return who reports the tokens after `ids`; None: there is nothing to report."""
+        if self._tokenizer is None or ids is None:
+            return _Reporter(None)
+        return _Reporter(IncrementalDetokenizer(self._tokenizer, ids, skip_special_tokens=False))
+
+    def _prompt_reports(self, found: Sequence[TokenLogprobs]) -> list[PositionLogprobs | None]:
+        first, *rest = self._prompt.token_ids
+        reporter = self._reporter([first])
+        return [None, *(reporter.report(token, one) for token, one in zip(rest, found, strict=True))]
 
     @property
     def finished(self) -> bool:
@@ -126,7 +148,9 @@ class Collector:
         changed = [completion for completion in self._completions.values() if completion.has_news]
         for completion in changed:
             completion.has_news = False
-        return self._output([completion.hand_over(has_logprobs=self._has_logprobs) for completion in changed])
+        output = self._output([completion.hand_over(has_logprobs=self._has_logprobs) for completion in changed])
+        self._prompt_logprobs = None
+        return output
 
     def output(self) -> RequestOutput:
         """Return what there is so far; of kind DELTA, what was not handed on yet."""
@@ -138,6 +162,7 @@ class Collector:
             request_id=self.name,
             prompt=self._prompt.text,
             prompt_token_ids=self._prompt.token_ids,  # one list for all items: nobody changes it
+            prompt_logprobs=self._prompt_logprobs,  # the same
             outputs=outputs,
             finished=self.finished,
             num_cached_tokens=self._num_cached,

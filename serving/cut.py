@@ -23,6 +23,7 @@ class TokenOutput:
         token_ids: committed in this step.
         text: newly certain text; may lag behind the tokens by half a character or a possible stop string.
         logprobs: one entry per token, when asked for.
+        prompt_logprobs: one entry per prompt token but the first, with the first tokens; None when not asked for.
         finish_reason: set in the last one.
         stop_reason: the stop string or stop token id that ended it; None for end tokens and length.
         num_accepted: drafts among the tokens.
@@ -32,6 +33,7 @@ class TokenOutput:
     token_ids: list[int] = field(default_factory=list[int])
     text: str = ""
     logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
+    prompt_logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     num_accepted: int = 0

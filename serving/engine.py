@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gdn_jax.serving.core.errors import DeviceError, InvalidParameterError, InvariantError
-from gdn_jax.serving.core.plan import RowCut, RowPlan, RowResult, StepPlan, StepResult
+from gdn_jax.serving.core.plan import RowCut, RowPlan, RowResult, StepPlan, StepResult, TokenLogprobs
 from gdn_jax.serving.core.request import FinishReason, Request, RequestId
 from gdn_jax.serving.core.scheduler import Scheduler
 from gdn_jax.serving.cut import Cutter, TokenOutput
@@ -18,6 +18,7 @@ from gdn_jax.serving.engine_types import EngineCounts, EngineOutput, EngineReque
 from gdn_jax.serving.interrupts import second_interrupt_passes
 from gdn_jax.serving.runner.audit import Auditor, AuditSequence
 from gdn_jax.serving.runner.lanes import MAX_BANNED
+from gdn_jax.serving.runner.prompt_scores import ScoredPrompt
 from gdn_jax.serving.runner.runner import RequestSampling, Runner
 from gdn_jax.serving.runner.sampling import RowSampling
 from gdn_jax.serving.sampling_params import SamplingParams
@@ -26,12 +27,23 @@ from gdn_jax.serving.text.tokenizer import Tokenizer
 _LOG = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class _Live:
     """What the engine keeps of a request that has not ended for its client."""
 
     cutter: Cutter
     name: str
+    prompt_logprobs: list[TokenLogprobs] | None  # so far, of the second token on; None: not asked for, or handed on
+
+    def take_prompt(self, row: RowPlan, result: RowResult) -> None:
+        """Keep what a span says of the prompt. A preempted request starts again at 0, and nothing is kept twice."""
+        if self.prompt_logprobs is not None:
+            self.prompt_logprobs[row.start :] = result.prompt_logprobs
+
+    def hand_over_prompt(self) -> list[TokenLogprobs] | None:
+        """Return what was kept of the prompt, once: with the first token, when the prompt is all computed."""
+        found, self.prompt_logprobs = self.prompt_logprobs, None
+        return found
 
 
 class Engine:
@@ -82,9 +94,11 @@ class Engine:
             priority=asked.priority,
             turn_borders=asked.turn_borders,
             cache_salt=asked.cache_salt.encode(),
+            use_cache=params.prompt_logprobs is None,  # a token that is not computed has no log probability
             leader=None if asked.leader is None else RequestId(asked.leader),
         )
-        self._live[request_id] = _Live(cutter=cutter, name=asked.name)
+        kept = None if params.prompt_logprobs is None else list[TokenLogprobs]()
+        self._live[request_id] = _Live(cutter=cutter, name=asked.name, prompt_logprobs=kept)
         self._runner.add(request_id, sampling)
 
     def _sampling(self, asked: EngineRequest) -> RequestSampling:
@@ -99,7 +113,10 @@ class Engine:
             banned=self._banned_ids(params),
             banned_until=len(asked.prompt) + min(params.min_tokens, asked.max_tokens),
         )
-        return RequestSampling(row=row, num_logprobs=params.logprobs)
+        scored = None
+        if params.prompt_logprobs is not None:
+            scored = ScoredPrompt(token_ids=asked.prompt, num_top=params.prompt_logprobs)
+        return RequestSampling(row=row, num_logprobs=params.logprobs, scored_prompt=scored)
 
     def _banned_ids(self, params: SamplingParams) -> tuple[int, ...]:
         """Tokens that would end a request, which it must not draw below `min_tokens`."""
@@ -208,11 +225,14 @@ class Engine:
                 row.request_id, live.name if live is not None else "ended", row.start, row.end,
             )  # fmt: skip
             return RowCut(num_kept=0, finish=FinishReason.ERROR), None if live is None else live.cutter.fail()
+        if live is not None:
+            live.take_prompt(row, result)
         if live is None or not row.emits:  # a closing row, or more prompt to come
             return RowCut(num_kept=0), None
         if not result.tokens:  # its drafts spoilt the step
             return RowCut(num_kept=0), None
         cut, output = live.cutter.cut(result.tokens)
+        output.prompt_logprobs = live.hand_over_prompt()
         output.logprobs = list(result.logprobs[: cut.num_kept])
         if row.num_drafts:  # all tokens but the last that the device emits are drafts; those past the cut are not sent
             output.num_accepted = min(cut.num_kept, len(result.tokens) - 1)

@@ -5,7 +5,7 @@ the pools cannot take is the engine's to refuse.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral
 from reprlib import repr as short_repr
 
@@ -116,11 +116,13 @@ class Intake:
         name = number if request_id is None else request_id
         ids = [number if index == 0 else f"{number}.{index}" for index in range(params.n)]
         seed = self._draw_seed(params)
+        # A prompt is scored once: its other completions start from the checkpoint that the first one leaves.
+        unscored = replace(params, prompt_logprobs=None)
         requests = [
             EngineRequest(
                 request_id=own_id,
                 prompt=prompt.token_ids,
-                params=params,
+                params=unscored if index else params,
                 seed=sibling_seed(seed, index),
                 max_tokens=max_tokens,
                 priority=options.priority,

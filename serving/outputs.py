@@ -106,7 +106,8 @@ class RequestOutput:
         request_id: the request's name: its caller's, or a number.
         prompt: the prompt's text; None if token ids were given.
         prompt_token_ids: the prompt's tokens.
-        prompt_logprobs: one report per prompt token, None for the first; None unless asked for.
+        prompt_logprobs: one report per prompt token, None for the first; None unless asked for, and before the first
+            token. In a stream of kind DELTA they come once, with that token.
         outputs: the completions in the order of their index; in a stream of kind DELTA those to which something came.
         finished: whether all of them are.
         num_cached_tokens: prompt tokens that came from the prefix cache.

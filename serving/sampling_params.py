@@ -109,7 +109,7 @@ _RULES = {
     "max_tokens": _or_none(_count(1, math.inf, "use None for all that the context holds")),
     "min_tokens": _count(0, math.inf, _TO_SWITCH_OFF),
     "logprobs": _or_none(_count(0, MAX_LOGPROBS, "use 0 for the chosen token alone, None for no report")),
-    "prompt_logprobs": _or_none(_count(0, MAX_LOGPROBS, _LEFT_OUT)),
+    "prompt_logprobs": _or_none(_count(0, MAX_LOGPROBS, "use 0 for the prompt's tokens alone, None for no report")),
     "detokenize": _FLAG,
     "skip_special_tokens": _FLAG,
     "spaces_between_special_tokens": _FLAG,
@@ -125,7 +125,6 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "repetition_penalty": (1,),
-    "prompt_logprobs": (None,),
     "logit_bias": (None, {}),
     "bad_words": (None, [], ()),
     "spaces_between_special_tokens": (True,),
@@ -179,7 +178,8 @@ class SamplingParams:
         max_tokens: most tokens to generate, at least 1; None: as many as the context holds.
         min_tokens: end tokens and stop strings do not count before this many.
         logprobs: report the chosen token's log probability and this many alternatives', 0 to 20; None: no report.
-        prompt_logprobs: not offered yet; only None.
+        prompt_logprobs: report each prompt token's log probability and this many alternatives', 0 to 20; None: no
+            report. The prompt is then computed anew, whatever the prefix cache holds.
         detokenize: make text; False leaves `text` empty and rules out stop strings.
         skip_special_tokens: leave special tokens out of the text.
         spaces_between_special_tokens: only True.

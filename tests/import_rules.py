@@ -79,6 +79,7 @@ RULES = {
 # Functions that are compiled on their own, by module: docs/decisions/0002-where-jit-stands.md says why each may be.
 JITTED = {
     "serving.runner.steps": {"prefill_step", "advance_step"},
+    "serving.runner.prompt_scores": {"score_prompts"},
     "kernels.causal_conv1d": {"causal_conv1d_prefill", "causal_conv1d_advance"},
     "kernels.gated_delta": {"gdn_prefill", "gdn_advance"},
     "kernels.gated_delta.inputs": {"delta_inputs"},

@@ -93,6 +93,7 @@ class RowResult(NamedTuple):
     num_drafts: int = 0  # drafts made for the next step
     finite: bool = True  # false: the logits after the span hold NaN or infinities; nothing the row wrote may be kept
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, when some row of the step asked for them
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the prompt's tokens from start + 1 on, where they are wanted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

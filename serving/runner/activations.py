@@ -14,6 +14,7 @@ from gdn_jax.kernels.paged_attention.plain import KEY_TILE
 _FLOAT32 = 4
 # Logits, masked, scaled, ranked (a sort keeps keys and ids, before and after) and with noise.
 _LOGITS_COPIES = 7
+_SCORED_COPIES = 3  # logits, those of ids that have a text, and their exponentials
 _STATE_COPIES = 3  # gathered in float32, after the fold, and the one that is saved on the way
 
 
@@ -57,6 +58,18 @@ def advance_bytes(model: ModelConfig, item_bytes: int, *, num_rows: int, window:
     attention += _attention_tile(model, item_bytes, num_queries=window, num_rows=num_rows)
     mixer = max(delta, attention if model.num_attention_layers else 0)
     return _peak(model, item_bytes, mixer, num_tokens=num_rows * window, num_logits=num_rows * window)
+
+
+def score_bytes(model: ModelConfig, item_bytes: int, *, num_tokens: int) -> int:
+    """Return the bytes of a call that scores prompts: the vectors it reads, the logits of one tile, and a tenth more.
+
+    Args:
+        model: the model.
+        item_bytes: of one number of the activations.
+        num_tokens: packed tokens of the prefill call.
+    """
+    tile = _SCORED_COPIES * CHUNK * model.vocab_size * _FLOAT32
+    return (tile + num_tokens * model.hidden_size * item_bytes) * 11 // 10
 
 
 def _attention_tile(model: ModelConfig, item_bytes: int, *, num_queries: int, num_rows: int) -> int:

@@ -111,7 +111,7 @@ class Recomputation:
                 ),
                 block_tables=self._table,
             )
-            _, self._state = prefill_step(self._static, self._params, self._state, batch, self._sampling)
+            *_, self._state = prefill_step(self._static, self._params, self._state, batch, self._sampling)
             yield Pools(self._state.model)
 
 

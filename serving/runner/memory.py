@@ -11,7 +11,7 @@ from pathlib import Path
 
 from gdn_jax.config import ModelConfig
 from gdn_jax.serving.core.errors import StartupError
-from gdn_jax.serving.runner.activations import advance_bytes, prefill_bytes
+from gdn_jax.serving.runner.activations import advance_bytes, prefill_bytes, score_bytes
 from gdn_jax.serving.runner.buckets import MAX_PREFILL_ROWS
 from gdn_jax.sizes import kv_bytes_per_token, mtp_kv_bytes_per_token, parameter_count, state_bytes_per_slot
 
@@ -218,6 +218,7 @@ def activation_bytes(model: ModelConfig, request: MemoryRequest) -> int:
     rows = min(MAX_PREFILL_ROWS, request.max_num_seqs)
     return max(
         prefill_bytes(model, item, num_tokens=tokens, num_rows=rows),
+        score_bytes(model, item, num_tokens=tokens),
         advance_bytes(model, item, num_rows=request.max_num_seqs, window=request.window),
     )
 

@@ -45,17 +45,13 @@ class StepOutputs:
 
 def pack(outputs: StepOutputs) -> Int[Array, "rows words"]:
     """Return the outputs as int32 words; see the module docstring."""
-    found = outputs.logprobs
-    columns = (
-        outputs.finite,
-        outputs.num_tokens,
-        outputs.tokens,
-        found.rank,
-        found.logprob,
-        found.top_ids,
-        found.top_logprobs,
-        outputs.stored,
-    )
+    head = [_words(column) for column in (outputs.finite, outputs.num_tokens, outputs.tokens)]
+    return jnp.concatenate([*head, pack_logprobs(outputs.logprobs), _words(outputs.stored)], axis=1)
+
+
+def pack_logprobs(found: LogprobArrays) -> Int[Array, "rows words"]:
+    """Return the words of log probabilities alone."""
+    columns = found.rank, found.logprob, found.top_ids, found.top_logprobs
     return jnp.concatenate([_words(column) for column in columns], axis=1)
 
 
@@ -68,23 +64,29 @@ def _words(column: Array) -> Int[Array, "rows width"]:
 
 def unpack(packed: np.ndarray, *, window: int, num_top: int) -> StepOutputs:
     """Take packed words apart on the host: those of `window` tokens with `num_top` alternatives each."""
-    wide = window * num_top
-    ends = np.cumsum([_HEAD, window, window, window, wide, wide]).tolist()
-    _, tokens, ranks, chosen, ids, top, stored = np.split(packed, ends, axis=1)
-    lead = (packed.shape[0], window, num_top)
-    logprobs: dict[str, Any] = {
-        "rank": ranks,
-        "logprob": chosen.view(np.float32),
-        "top_ids": ids.reshape(lead),
-        "top_logprobs": top.reshape(lead).view(np.float32),
-    }
+    ends = np.cumsum([_HEAD, window, window * (2 + 2 * num_top)]).tolist()
+    _, tokens, found, stored = np.split(packed, ends, axis=1)
     arrays: dict[str, Any] = {
         "tokens": tokens,
         "num_tokens": packed[:, 1],
         "finite": packed[:, 0] != 0,
         "stored": stored != 0,
     }
-    return StepOutputs(**arrays, logprobs=LogprobArrays(**logprobs))
+    return StepOutputs(**arrays, logprobs=unpack_logprobs(found, window=window, num_top=num_top))
+
+
+def unpack_logprobs(packed: np.ndarray, *, window: int, num_top: int) -> LogprobArrays:
+    """Take the words of log probabilities apart."""
+    ends = np.cumsum([window, window, window * num_top]).tolist()
+    ranks, chosen, ids, top = np.split(packed, ends, axis=1)
+    lead = (packed.shape[0], window, num_top)
+    arrays: dict[str, Any] = {
+        "rank": ranks,
+        "logprob": chosen.view(np.float32),
+        "top_ids": ids.reshape(lead),
+        "top_logprobs": top.reshape(lead).view(np.float32),
+    }
+    return LogprobArrays(**arrays)
 
 
 def describe_token(outputs: StepOutputs, row: int, place: int, num_top: int) -> TokenLogprobs:
@@ -95,4 +97,13 @@ def describe_token(outputs: StepOutputs, row: int, place: int, num_top: int) -> 
         rank=int(found.rank[row, place]),
         top_ids=tuple(found.top_ids[row, place, :num_top].tolist()),
         top=tuple(found.top_logprobs[row, place, :num_top].tolist()),
+    )
+
+
+def describe_first_tokens(found: LogprobArrays, num_top: int) -> tuple[TokenLogprobs, ...]:
+    """Return the log probabilities of every row's first token at once, as `describe_token` would one by one."""
+    columns = (found.logprob, found.rank, found.top_ids[..., :num_top], found.top_logprobs[..., :num_top])
+    return tuple(
+        TokenLogprobs(chosen=chosen, rank=rank, top_ids=tuple(top_ids), top=tuple(top))
+        for chosen, rank, top_ids, top in zip(*(column[:, 0].tolist() for column in columns), strict=True)
     )

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
@@ -24,6 +25,7 @@ from gdn_jax.serving.runner.inputs import BlockTables, build_advance, build_pref
 from gdn_jax.serving.runner.lanes import LaneSampling
 from gdn_jax.serving.runner.outputs import StepOutputs, describe_token, unpack
 from gdn_jax.serving.runner.pools import DeviceState, PoolSizes, make_device_state
+from gdn_jax.serving.runner.prompt_scores import ScoredPrompt, next_prompt_ids, prompt_logprobs, score_prompts
 from gdn_jax.serving.runner.sampling import RowSampling, SampledRows
 from gdn_jax.serving.runner.steps import advance_step, prefill_step, split_model
 from gdn_jax.state import ModelState
@@ -38,6 +40,7 @@ class RequestSampling:
 
     row: RowSampling
     num_logprobs: int | None
+    scored_prompt: ScoredPrompt | None = None
 
 
 class Runner:
@@ -58,6 +61,7 @@ class Runner:
         self._config, self._dtype = model.config, model.dtype
         self._sizes, self._buckets = sizes, buckets
         self._requests: dict[RequestId, RequestSampling] = {}
+        self._scored: dict[RequestId, ScoredPrompt] = {}
         self._shapes: set[tuple[str | int, ...]] = set()
         self._device: DeviceState | None = None
         self.reset()
@@ -104,10 +108,13 @@ class Runner:
     def add(self, request_id: RequestId, sampling: RequestSampling) -> None:
         """Make a request known before its first row."""
         self._requests[request_id] = sampling
+        if sampling.scored_prompt is not None:
+            self._scored[request_id] = sampling.scored_prompt
 
     def forget(self, request_id: RequestId) -> None:
         """Drop what is known of a request, if anything, and clear the lane that it still has."""
         self._requests.pop(request_id, None)
+        self._scored.pop(request_id, None)
         for lane in [lane for lane, owner in self._owners.items() if owner == request_id]:
             del self._owners[lane]
             self._lanes.release(lane)
@@ -122,18 +129,25 @@ class Runner:
                 self._assign_lane(row)
             self._tables.extend(row)
         calls: list[tuple[Sequence[RowPlan], Array]] = []
+        scored: list[tuple[Sequence[RowPlan], Array]] = []
         prefill = [row for row in plan.rows if row.phase is Phase.PREFILL]
         for group in prefill_groups(prefill, self._buckets):
-            calls.append((group, self._prefill(group, self._buckets)))
+            words, hidden = self._prefill(group, self._buckets)
+            calls.append((group, words))
+            if (ids := next_prompt_ids(group, self._scored, hidden.shape[0])) is not None:
+                scored.append((group, self._score(hidden, ids)))
         advance = [row for row in plan.rows if row.phase is not Phase.PREFILL]
         if advance:
             calls.append((advance, self._advance(advance, self._buckets)))
-        on_host = jax.device_get([words for _, words in calls])
+        on_host = jax.device_get([words for _, words in [*calls, *scored]])
         results: dict[RequestId, RowResult] = {}
-        for (rows, _), words in zip(calls, on_host, strict=True):
+        for (rows, _), words in zip(calls, on_host, strict=False):
             window = 1 if rows[0].phase is Phase.PREFILL else self._sizes.window
             outputs = unpack(words, window=window, num_top=self._static.num_top)
             results |= zip((row.request_id for row in rows), self._results(rows, outputs), strict=True)
+        for (rows, _), words in zip(scored, on_host[len(calls) :], strict=True):
+            for request_id, found in prompt_logprobs(rows, self._scored, words, self._static.num_top):
+                results[request_id] = results[request_id]._replace(prompt_logprobs=found)
         return StepResult(rows=tuple(results[row.request_id] for row in plan.rows))
 
     def _assign_lane(self, row: RowPlan) -> None:
@@ -143,12 +157,16 @@ class Runner:
         self._owners[row.lane] = row.request_id
         self._lanes.assign(row.lane, request.row, request.num_logprobs)
 
-    def _prefill(self, rows: Sequence[RowPlan], buckets: Buckets) -> Array:
+    def _prefill(self, rows: Sequence[RowPlan], buckets: Buckets) -> tuple[Array, Array]:
         batch = build_prefill(rows, self._tables, buckets, self._sizes.block_size)
         sampling = self._gather(rows, padded_lanes(rows, batch.rows.length.shape[0], self._sizes.num_lanes))
-        words, self._device = prefill_step(self._static, self._params, self.device, batch, sampling)
+        words, hidden, self._device = prefill_step(self._static, self._params, self.device, batch, sampling)
         self._shapes.add(("prefill", *batch.token_ids.shape, *batch.block_tables.shape))
-        return words
+        return words, hidden
+
+    def _score(self, hidden: Array, next_ids: np.ndarray) -> Array:
+        self._shapes.add(("score", *next_ids.shape))
+        return score_prompts(self._static, self._params, hidden, next_ids)
 
     def _advance(self, rows: Sequence[RowPlan], buckets: Buckets) -> Array:
         batch = build_advance(rows, self._tables, buckets, window=self._sizes.window)
@@ -197,7 +215,7 @@ class Runner:
         Args:
             progress: called with (steps compiled, steps in all).
         """
-        began, calls = time.monotonic(), list(self._every_bucket())
+        began, calls = time.monotonic(), list(self._every_call())
         for done, call in enumerate(calls, 1):
             call()
             if progress is not None:
@@ -205,8 +223,11 @@ class Runner:
         jax.block_until_ready(self._device)
         _LOG.info("compiled %d steps in %.1f s", len(calls), time.monotonic() - began)
 
-    def _every_bucket(self) -> Iterator[Callable[[], Array]]:
+    def _every_call(self) -> Iterator[Callable[[], object]]:
         for shape in self._buckets.prefill_shapes():
             yield partial(self._prefill, [], shape)
+        for num_tokens in sorted({num_tokens for num_tokens, _ in self._buckets.prefill}):
+            hidden = jnp.zeros((num_tokens, self._config.hidden_size), self._dtype)
+            yield partial(self._score, hidden, np.full((num_tokens,), -1, np.int32))
         for shape in self._buckets.advance_shapes():
             yield partial(self._advance, [], shape)

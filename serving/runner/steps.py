@@ -70,8 +70,11 @@ def split_model(model: LanguageModel, *, num_valid_tokens: int, num_top: int) ->
 @partial(jax.jit, static_argnames=("static",), donate_argnames=("state",))
 def prefill_step(
     static: StepStatic, params: Params, state: DeviceState, batch: PrefillBatch, sampling: SampledRows
-) -> tuple[Int[Array, "rows words"], DeviceState]:
-    """Run packed spans, choose the token after each row's last one, and draft what may follow it."""
+) -> tuple[Int[Array, "rows words"], Float[Array, "T H"], DeviceState]:
+    """Run packed spans, choose the token after each row's last one, and draft what may follow it.
+
+    The final vectors of all tokens are returned too, for `prompt_scores.py`.
+    """
     model, rows = static.model(params), batch.rows
     hidden, after = model.decoder.prefill(batch, state.model)
     if after.mtp is not None:
@@ -92,7 +95,7 @@ def prefill_step(
     # No rounds where all rows are in the midst of their prompts; a loop that may not run costs no copy of the pages.
     rounds = jnp.where(sampling.emits.any(), state.drafts.shape[1], 0)
     state = _draft(static, model, replace(state, model=after), pending, sampling, batch.block_tables, rounds)
-    return _pack(after, emitted), state
+    return _pack(after, emitted), hidden, state
 
 
 @partial(jax.jit, static_argnames=("static",), donate_argnames=("state",))

@@ -83,7 +83,17 @@ class QuickRunner(Runner):
         sampling = self.known.get(row.request_id)
         count = sampling.num_logprobs if sampling is not None else None
         reports = [] if count is None else [_logprobs(token, count) for token in result.tokens]
-        return result._replace(finite=self.is_finite(row), logprobs=tuple(reports))
+        return result._replace(
+            finite=self.is_finite(row), logprobs=tuple(reports), prompt_logprobs=_prompt_logprobs(row, sampling)
+        )
+
+
+def _prompt_logprobs(row: RowPlan, sampling: RequestSampling | None) -> tuple[TokenLogprobs, ...]:
+    """Report each prompt token that follows one of a row's."""
+    if sampling is None or sampling.scored_prompt is None:
+        return ()
+    scored = sampling.scored_prompt
+    return tuple(_logprobs(token, scored.num_top) for token in scored.token_ids[row.start + 1 : row.end + 1])
 
 
 def _logprobs(token: int, count: int) -> TokenLogprobs:

@@ -29,6 +29,10 @@ def collect(tokenizer: Tokenizer, **params: object) -> Collector:
     return Collector("mine", ["7", "7.1"][: asked.n], PROMPT, asked, tokenizer)
 
 
+def described(tops: Sequence[Sequence[int]]) -> list[TokenLogprobs]:
+    return [TokenLogprobs(chosen=-1.0, rank=1, top_ids=tuple(top), top=(-1.0,) * len(top)) for top in tops]
+
+
 def step(
     request_id: str,
     tokens: Sequence[int],
@@ -36,9 +40,16 @@ def step(
     finish: FinishReason | None = None,
     cached: int | None = 0,
     tops: Sequence[Sequence[int]] | None = None,
+    prompt_tops: Sequence[Sequence[int]] | None = None,
 ) -> EngineOutput:
-    reports = [TokenLogprobs(chosen=-1.0, rank=1, top_ids=tuple(top), top=(-1.0,) * len(top)) for top in tops or ()]
-    output = TokenOutput(token_ids=list(tokens), text=text, logprobs=reports, finish_reason=finish)
+    scored = None if prompt_tops is None else described(prompt_tops)
+    output = TokenOutput(
+        token_ids=list(tokens),
+        text=text,
+        logprobs=described(tops or ()),
+        prompt_logprobs=scored,
+        finish_reason=finish,
+    )
     return EngineOutput(request_id=RequestId(request_id), output=output, num_cached_tokens=cached)
 
 
@@ -129,6 +140,51 @@ def test_an_alternative_reads_as_after_the_true_tokens_before_it(tokenizer: Toke
     assert reports is not None
     shown = [{token: entry.decoded_token for token, entry in report.items()} for report in reports]
     assert shown == [{euro[0]: "", 65: "A"}, {euro[1]: "", 0x83: ""}, {euro[2]: "€", 65: "A"}]
+
+
+@pytest.mark.parametrize("kind", RequestOutputKind)
+def test_a_prompts_report_comes_with_the_first_item_and_in_deltas_only_there(
+    tokenizer: Tokenizer, kind: RequestOutputKind
+) -> None:
+    collector = collect(tokenizer, n=2, prompt_logprobs=1, output_kind=kind)
+    assert collector.output().prompt_logprobs is None
+    items = []
+    for one in (
+        step("7", [1], prompt_tops=[[66]]),
+        step("7.1", [2], finish=FinishReason.LENGTH),
+        step("7", [3], finish=FinishReason.LENGTH),
+    ):
+        collector.take(one)
+        items += [item] if (item := collector.news()) is not None else []
+    reports = [item.prompt_logprobs for item in items]
+    later = None if kind is RequestOutputKind.DELTA else reports[0]
+    assert reports == [reports[0], later, later][: len(items)]
+    first, second = reports[0] or ()
+    assert first is None
+    assert [(token, entry.rank, entry.decoded_token) for token, entry in (second or {}).items()] == [
+        (105, 1, "i"),
+        (66, 1, "B"),
+    ]
+
+
+def test_a_prompts_tokens_and_alternatives_read_as_after_those_before_them(tokenizer: Tokenizer) -> None:
+    euro = list("€".encode())  # three bytes, one token each
+    asked = SamplingParams(prompt_logprobs=2)
+    collector = Collector("mine", ["7"], EncodedPrompt(text="€!", token_ids=[*euro, 33]), asked, tokenizer)
+    collector.take(step("7", [65], prompt_tops=[[euro[1], 0x83], [65, euro[2]], [0xE2, 66]]))
+    shown = [
+        {token: entry.decoded_token for token, entry in report.items()}
+        for report in collector.output().prompt_logprobs or ()
+        if report is not None
+    ]
+    assert shown == [{euro[1]: "", 0x83: ""}, {euro[2]: "€", 65: "A"}, {33: "!", 0xE2: "", 66: "B"}]
+
+
+def test_a_prompt_of_one_token_has_nothing_but_the_entry_without_a_report(tokenizer: Tokenizer) -> None:
+    asked = SamplingParams(prompt_logprobs=2, detokenize=False)
+    collector = Collector("mine", ["7"], EncodedPrompt(text=None, token_ids=[5]), asked, tokenizer)
+    collector.take(step("7", [65], prompt_tops=[]))
+    assert collector.output().prompt_logprobs == [None]
 
 
 def test_no_text_of_alternatives_where_none_is_asked_for(tokenizer: Tokenizer) -> None:

@@ -28,6 +28,7 @@ from oracles.engine_rig import (
 
 from gdn_jax import SamplingParams
 from gdn_jax.serving.core.plan import Phase
+from gdn_jax.serving.runner.prompt_scores import score_prompts
 from gdn_jax.serving.runner.steps import advance_step, prefill_step
 
 LENGTHS = (1, 3, 63, 64, 65, 130)
@@ -188,11 +189,13 @@ def test_after_warm_up_a_mixed_workload_compiles_nothing(oracle: Oracle, budget:
     """A budget of 250 tokens is no size that steps are compiled for."""
     llm = make_llm(state_interval=64, max_num_batched_tokens=budget)
     runner_of(llm).warm_up()
-    traced = prefill_step._cache_size(), advance_step._cache_size()
+    steps = prefill_step, advance_step, score_prompts
+    traced = [each._cache_size() for each in steps]
     stream = llm.stream(random_ids(1, 30), greedy(40))
     step(llm, 2)
     outputs = ask(llm, [random_ids(length, length) for length in (1, 64, 100, 256, 300, 5, 80)], greedy(6))
+    outputs += ask(llm, [random_ids(length, length) for length in (70, 300)], greedy(3, prompt_logprobs=2))
     outputs += ask(llm, [random_ids(300, 300)], greedy(3))
     assert cached(outputs[-1:]) == [256]
     assert_right([*outputs, list(stream)[-1]], oracle)
-    assert (prefill_step._cache_size(), advance_step._cache_size()) == traced
+    assert [each._cache_size() for each in steps] == traced

@@ -53,6 +53,12 @@ def test_siblings_wait_for_the_first_and_draw_from_different_seeds(intake: Intak
     assert take(intake, seed=9)[1][0].seed == requests[0].seed
 
 
+def test_the_first_completion_alone_scores_the_prompt_for_all_of_them(intake: Intake) -> None:
+    _, requests = take(intake, n=3, prompt_logprobs=2, logprobs=4, max_tokens=5)
+    assert [request.params.prompt_logprobs for request in requests] == [2, None, None]
+    assert [(request.params.logprobs, request.params.max_tokens) for request in requests] == [(4, 5)] * 3
+
+
 def test_requests_without_a_seed_draw_from_the_engines_in_turn(intake: Intake) -> None:
     drawn = [take(intake)[1][0].seed for _ in range(4)]
     assert len(set(drawn)) == 4

@@ -28,9 +28,10 @@ from oracles.runner_rig import (
 
 from gdn_jax.model import LanguageModel
 from gdn_jax.serving.core.errors import InvariantError
-from gdn_jax.serving.core.plan import Phase, RowPlan, RowResult
+from gdn_jax.serving.core.plan import Phase, RowPlan, RowResult, StepPlan
 from gdn_jax.serving.runner import runner as runner_module
 from gdn_jax.serving.runner.lanes import MAX_BANNED
+from gdn_jax.serving.runner.prompt_scores import ScoredPrompt
 from gdn_jax.serving.runner.runner import RequestSampling, Runner
 from gdn_jax.serving.runner.sampling import RowSampling
 from gdn_jax.state import RecurrentState
@@ -61,6 +62,11 @@ def pending(name: str, lane: int, token: int, start: int, **changes: Any) -> Row
     fields = {"tokens": (token,), "start": start, "table_start": 2, "emits": True}
     fields |= {"read_anchor": lane + 1, "write_anchor": lane + 1}
     return row(name, phase=Phase.DECODE, lane=lane, **fields | changes)
+
+
+def scoring(prompt: Sequence[int], num_top: int) -> RequestSampling:
+    scored = ScoredPrompt(token_ids=list(prompt), num_top=num_top)
+    return RequestSampling(row=RowSampling(), num_logprobs=None, scored_prompt=scored)
 
 
 def soundness(results: Sequence[RowResult]) -> list[bool]:
@@ -158,7 +164,7 @@ def test_nothing_is_traced_after_warm_up_whatever_requests_ask_for(broken: Langu
     buckets = replace(BUCKETS, table_blocks=(2, 4))
     runner, reports = make_runner(broken, buckets=buckets), []
     runner.warm_up(lambda done, total: reports.append((done, total)))
-    assert reports == [(done, 4) for done in range(1, 5)]
+    assert reports == [(done, 5) for done in range(1, 6)]
     assert not np.isfinite(np.asarray(runner.state.hidden)).any()  # padding alone changes nothing
     runner.reset()
     asked = [
@@ -166,6 +172,7 @@ def test_nothing_is_traced_after_warm_up_whatever_requests_ask_for(broken: Langu
         RequestSampling(row=RowSampling(banned=tuple(range(65)), banned_until=99), num_logprobs=20),
         RequestSampling(row=RowSampling(banned=tuple(range(MAX_BANNED)), banned_until=99), num_logprobs=None),
         RequestSampling(row=RowSampling(temperature=0.7, top_k=3, top_p=0.5, min_p=0.1, seed=2**63), num_logprobs=0),
+        scoring(range(10, 30), num_top=4),
     ]
     with compilations() as events:
         for sampling in asked:
@@ -177,7 +184,7 @@ def test_nothing_is_traced_after_warm_up_whatever_requests_ask_for(broken: Langu
         run(runner, *mixed)
         run(runner, span("e", 0, range(64), new_blocks=blocks(1, 2, 3, 4)))
     assert events == []
-    assert runner.num_compiled == 4
+    assert runner.num_compiled == 5
 
 
 def test_a_step_asks_the_device_once_and_gets_one_array_per_call(broken: LanguageModel, monkeypatch: Any) -> None:
@@ -200,6 +207,37 @@ def test_a_step_gets_bare_arrays_since_a_tree_of_modules_takes_milliseconds_to_t
     assert type(runner._params) is tuple
     assert all(isinstance(leaf, jax.Array) for leaf in runner._params)
     assert len(runner._params) == len(jax.tree.leaves(nnx.state(broken)))
+
+
+def test_scores_of_prompts_come_with_the_one_transfer_of_the_step(
+    broken: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = make_runner(broken)
+    asked: list[list[jax.Array]] = []
+    device_get = jax.device_get
+    monkeypatch.setattr(jax, "device_get", lambda arrays: asked.append(arrays) or device_get(arrays))
+    (result,) = run(runner, span("a", 0, range(10, 30)), sampling=scoring(range(10, 99), num_top=3))
+    assert [len(one.top_ids) for one in result.prompt_logprobs] == [3] * 20  # the last one's next is in the next span
+    assert result.tokens == result.logprobs == ()
+    assert [[array.dtype for array in arrays] for arrays in asked] == [[jnp.int32, jnp.int32]]
+
+
+def test_each_span_scores_the_tokens_after_its_own_up_to_the_prompts_end(broken: LanguageModel) -> None:
+    """In one call or in two, beside others, and where a span goes on beyond the prompt."""
+    prompt = list(range(10, 110))
+    alone = run(make_runner(broken), span("a", 0, prompt), sampling=scoring(prompt, num_top=2))[0].prompt_logprobs
+    assert len(alone) == 99
+    runner = make_runner(broken)
+    runner.add(row("a").request_id, scoring(prompt, num_top=2))
+    runner.add(row("b").request_id, GREEDY)
+    first = [span("b", 1, range(30, 55)), span("a", 0, prompt[:64])]
+    later = span("a", 0, [*prompt[64:], 5, 6], start=64, read_anchor=1, table_start=2, new_blocks=())
+    parts = [runner.run(StepPlan(index=0, rows=tuple(rows))).rows for rows in (first, [later])]
+    assert [len(result.prompt_logprobs) for result in parts[0]] == [0, 64]
+    together = [*parts[0][1].prompt_logprobs, *parts[1][0].prompt_logprobs]
+    assert [one.top_ids for one in together] == [one.top_ids for one in alone]
+    assert [one.rank for one in together] == [one.rank for one in alone]
+    np.testing.assert_allclose([one.chosen for one in together], [one.chosen for one in alone], atol=1e-5, rtol=0)
 
 
 # What it holds.
@@ -260,6 +298,9 @@ def test_a_finished_request_clears_its_lane_and_not_one_that_another_has_got(bro
     runner.forget(row("b").request_id)
     assert [runner._lanes.num_top(lane) for lane in (0, 1)] == [2, None]
     runner.forget(row("nobody").request_id)
+    runner.add(row("d").request_id, scoring([5, 6], num_top=0))
+    runner.forget(row("d").request_id)
+    assert runner._scored == {}
 
 
 def test_a_model_without_head_has_no_pages_for_it() -> None:

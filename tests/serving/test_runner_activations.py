@@ -17,12 +17,13 @@ from released_configs import RELEASED
 from gdn_jax.config import ModelConfig
 from gdn_jax.kernels.dispatch import Implementation
 from gdn_jax.model import abstract_model
-from gdn_jax.serving.runner.activations import advance_bytes, prefill_bytes
+from gdn_jax.serving.runner.activations import advance_bytes, prefill_bytes, score_bytes
 from gdn_jax.serving.runner.buckets import Buckets
 from gdn_jax.serving.runner.inputs import BlockTables, build_advance, build_prefill, padded_lanes
 from gdn_jax.serving.runner.lanes import LaneSampling
 from gdn_jax.serving.runner.memory import MemoryRequest, activation_bytes
 from gdn_jax.serving.runner.pools import PoolSizes, make_device_state
+from gdn_jax.serving.runner.prompt_scores import score_prompts
 from gdn_jax.serving.runner.steps import StepStatic, advance_step, prefill_step
 
 LANES, WIDTH = 64, 256
@@ -44,11 +45,8 @@ def short(name: str, *, vocab_size: int = 0, periods: int = 1, window: int = 1) 
 
 
 def assigned(config: ModelConfig, *, num_tokens: int = 0, num_rows: int, window: int = 1) -> int:
-    """Return the bytes that XLA assigns beside arguments and results; an advance without `num_tokens`."""
-    model = abstract_model(config, dtype=jnp.dtype("float32"), implementation=Implementation.JAX)
-    graph, shapes = nnx.split(model)
-    params, tree = jax.tree.flatten(shapes)
-    static = StepStatic(graph=graph, tree=tree, num_valid_tokens=config.vocab_size, num_top=20)
+    """Return the bytes that XLA assigns beside arguments, the pools among them; an advance without `num_tokens`."""
+    static, params = abstract_split(config)
     pools: dict[str, Any] = {"num_slots": 9, "num_blocks": 9, "num_lanes": LANES, "window": window}
     sizes = PoolSizes(block_size=64, max_blocks=WIDTH, state_dtype="float32", **pools)
     state = make_device_state(config, sizes, dtype=jnp.dtype("float32"))
@@ -65,11 +63,19 @@ def assigned(config: ModelConfig, *, num_tokens: int = 0, num_rows: int, window:
     of_state = range(first, first + len(jax.tree.leaves(state)))
 
     def run(*leaves: Any) -> Any:
-        words, after = step(static, *jax.tree.unflatten(structure, leaves))
+        *words, after = step(static, *jax.tree.unflatten(structure, leaves))
         return words, jax.tree.leaves(after)
 
-    compiled = jax.jit(run, donate_argnums=tuple(of_state)).lower(*leaves).compile()
-    return compiled.memory_analysis().temp_size_in_bytes
+    needed = jax.jit(run, donate_argnums=tuple(of_state)).lower(*leaves).compile().memory_analysis()
+    return needed.temp_size_in_bytes + needed.output_size_in_bytes - needed.alias_size_in_bytes
+
+
+def abstract_split(config: ModelConfig) -> tuple[StepStatic, list[Any]]:
+    """Return what a step of a model without weights is compiled for, and the shapes of its parameters."""
+    graph, shapes = nnx.split(abstract_model(config, dtype=jnp.dtype("float32"), implementation=Implementation.JAX))
+    params, tree = jax.tree.flatten(shapes)
+    valid = config.vocab_size - 200  # as in the releases, whose last ids have no text
+    return StepStatic(graph=graph, tree=tree, num_valid_tokens=valid, num_top=20), params
 
 
 @pytest.mark.parametrize(
@@ -95,6 +101,22 @@ def test_a_decode_or_verify_call_stays_within_its_estimate(
     assert needed <= advance_bytes(config, FLOAT32, num_rows=num_rows, window=window) <= 2 * needed
 
 
+@pytest.mark.parametrize(("name", "num_tokens"), [(DENSE, 64), (MOE, 2048)])
+def test_a_call_that_scores_prompts_stays_within_its_estimate(name: str, num_tokens: int) -> None:
+    """However many tokens there are, the logits of one tile of them exist at a time."""
+    config = short(name)
+    static, params = abstract_split(config)
+    hidden = jax.ShapeDtypeStruct((num_tokens, config.hidden_size), jnp.float32)
+
+    def run(hidden: Any, next_ids: Any, *params: Any) -> Any:
+        return score_prompts(static, params, hidden, next_ids)
+
+    lowered = jax.jit(run).lower(hidden, jax.ShapeDtypeStruct((num_tokens,), jnp.int32), *params)
+    needed = lowered.compile().memory_analysis()
+    total = needed.temp_size_in_bytes + needed.output_size_in_bytes + hidden.size * hidden.dtype.itemsize
+    assert total <= score_bytes(config, FLOAT32, num_tokens=num_tokens) <= 2 * total
+
+
 def test_more_layers_need_no_more_memory() -> None:
     two, four = (
         assigned(short(MOE, vocab_size=1024, periods=periods), num_tokens=512, num_rows=8) for periods in (1, 2)
@@ -108,5 +130,7 @@ def test_the_plan_counts_the_largest_of_all_calls() -> None:
     asked |= {"max_model_len": 0, "block_size": 64, "window": 1}
     many_tokens = MemoryRequest(budget=8191, max_num_seqs=4, **asked)
     assert activation_bytes(config, many_tokens) == prefill_bytes(config, FLOAT32, num_tokens=8192, num_rows=4)
+    neither = MemoryRequest(budget=64, max_num_seqs=1, **asked)
+    assert activation_bytes(config, neither) == score_bytes(config, FLOAT32, num_tokens=64)
     many_rows = MemoryRequest(budget=64, max_num_seqs=256, **asked)
     assert activation_bytes(config, many_rows) == advance_bytes(config, FLOAT32, num_rows=256, window=1)

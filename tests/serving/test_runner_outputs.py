@@ -6,7 +6,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gdn_jax.serving.runner.outputs import StepOutputs, describe_token, pack, unpack
+from gdn_jax.serving.runner.outputs import (
+    StepOutputs,
+    describe_first_tokens,
+    describe_token,
+    pack,
+    pack_logprobs,
+    unpack,
+    unpack_logprobs,
+)
 from gdn_jax.serving.runner.sampling import LogprobArrays
 
 TINY_FLOAT = np.float32(1e-42)  # subnormal: as an integer a small one
@@ -59,3 +67,12 @@ def test_a_token_is_described_with_as_many_alternatives_as_are_asked_for(num_top
     assert (first.chosen, first.rank, second.chosen, second.rank) == (-0.25, 1, -1.0, 3)
     assert (first.top_ids, second.top_ids) == ((0, 1)[:num_top], (2, 3)[:num_top])
     assert first.top == (-0.5, -1.5)[:num_top]
+
+
+@pytest.mark.parametrize("num_top", [0, 1, 2])
+def test_first_tokens_described_at_once_are_as_described_one_by_one(num_top: int) -> None:
+    whole = unpack(np.asarray(pack(OUTPUTS)), window=2, num_top=2)
+    alone = tuple(describe_token(whole, row, 0, num_top) for row in range(3))
+    words = np.asarray(pack_logprobs(OUTPUTS.logprobs))
+    assert (words.shape, words.dtype) == ((3, 2 * (1 + 1 + 2 + 2)), np.int32)
+    assert describe_first_tokens(unpack_logprobs(words, window=2, num_top=2), num_top) == alone

@@ -321,6 +321,15 @@ def test_a_sibling_does_not_wait_for_a_checkpoint_that_it_could_not_use(prompt, 
     rig.finish()
 
 
+def test_siblings_of_a_prompt_that_is_not_looked_up_start_from_the_checkpoint_it_leaves() -> None:
+    rig = make_rig()
+    rig.serve("before", LONG[:22], max_tokens=1)  # every block is there already
+    rig.add("a", LONG[:22], max_tokens=3, use_cache=False)
+    rig.add("b", LONG[:22], max_tokens=3, leader=RequestId("a"))
+    rig.finish()
+    assert [rig.ended[name].num_cached for name in ("a", "b")] == [0, 20]
+
+
 def test_nobody_waits_for_itself_or_in_a_circle() -> None:
     rig = make_rig(num_lanes=1)
     rig.add("self", PROMPT, max_tokens=2, leader=RequestId("self"))
