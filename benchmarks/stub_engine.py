@@ -111,6 +111,7 @@ class StubEngine:
                 _Choice(self._tokenizer, prompt, sampling_params, index, self._tokens(prompt, sampling_params, index))
                 for index in range(sampling_params.n)
             ]
+            scored = _prompt_reports(prompt, sampling_params)
             while any(choice.finish is None for choice in choices):
                 await asyncio.sleep(self._delay)
                 changed = [choice for choice in choices if choice.finish is None]
@@ -119,10 +120,12 @@ class StubEngine:
                     request_id=request_id,
                     prompt=prompt.text,
                     prompt_token_ids=prompt.token_ids,
+                    prompt_logprobs=scored,
                     outputs=[choice.hand_over() for choice in changed],
                     finished=all(choice.finish is not None for choice in choices),
                     num_cached_tokens=0,
                 )
+                scored = None  # they come once
         finally:
             self.live.discard(request_id)
             self._lanes.release()
@@ -157,6 +160,19 @@ class StubEngine:
         self.is_running = False
 
 
+def _prompt_reports(prompt: EncodedPrompt, params: SamplingParams) -> list[PositionLogprobs | None] | None:
+    count = params.prompt_logprobs
+    return None if count is None else [None, *(_report(token, count) for token in prompt.token_ids[1:])]
+
+
+def _report(token: int, count: int) -> PositionLogprobs:
+    others = [one for one in range(0x41, 0x41 + count + 1) if one != token]
+    report = {token: Logprob(logprob=-0.5, rank=1)}
+    return report | {
+        one: Logprob(logprob=-1.0 - place, rank=place + 2) for place, one in enumerate(others[: max(0, count - 1)])
+    }
+
+
 class _Choice:
     """One completion."""
 
@@ -181,20 +197,12 @@ class _Choice:
         self._text += found.text
         self._ids += found.token_ids
         if self._params.logprobs is not None:
-            self._logprobs += [self._report(one) for one in found.token_ids]
+            self._logprobs += [_report(one, self._params.logprobs) for one in found.token_ids]
         if found.finish_reason is not None:
             self.finish, self._stop_reason = found.finish_reason.value, found.stop_reason
         elif self._num_ids >= room:
             self.finish = "length"
         return len(found.token_ids)
-
-    def _report(self, token: int) -> PositionLogprobs:
-        others = [one for one in range(0x41, 0x41 + (self._params.logprobs or 0) + 1) if one != token]
-        report = {token: Logprob(logprob=-0.5, rank=1)}
-        return report | {
-            one: Logprob(logprob=-1.0 - place, rank=place + 2)
-            for place, one in enumerate(others[: max(0, (self._params.logprobs or 0) - 1)])
-        }
 
     def hand_over(self) -> CompletionOutput:
         """Return what came since the last call."""

@@ -123,6 +123,7 @@ class ChatForm(Form):
     KIND = "chat.completion"
     EVENT_KIND = "chat.completion.chunk"
     NO_TEXT = b""
+    SCORES_IN_CHOICES = False
 
     num_choices: int
     names: TokenNames
@@ -144,7 +145,9 @@ class ChatForm(Form):
         )  # fmt: skip
         return b"".join(parts)
 
-    def logprobs(self, choice: int, token_ids: Sequence[int], reports: Sequence[PositionLogprobs]) -> dict[str, object]:
+    def logprobs(
+        self, choice: int, token_ids: Sequence[int], reports: Sequence[PositionLogprobs | None]
+    ) -> dict[str, object]:
         """Return entries per token."""
         return {"content": chat_entries(token_ids, reports, self.num_top or 0, self.names), "refusal": None}
 

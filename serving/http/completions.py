@@ -12,7 +12,7 @@ from gdn_jax.serving.http.backend import Backend, Tokens
 from gdn_jax.serving.http.bodies import decode, read_body
 from gdn_jax.serving.http.errors import invalid
 from gdn_jax.serving.http.generation import Job, run
-from gdn_jax.serving.http.logprobs import CompletionLogprobs, TokenNames
+from gdn_jax.serving.http.logprobs import CompletionLogprobs, Echo, TokenNames
 from gdn_jax.serving.http.records import record_of
 from gdn_jax.serving.http.sampling import MAX_CHOICES, completion_params, refuse_unsupported
 from gdn_jax.serving.http.schemas import CompletionRequest
@@ -60,11 +60,12 @@ def _job(asked: CompletionRequest, backend: Backend, state: ServerState) -> Job:
     def form(encoded: Sequence[EncodedPrompt]) -> CompletionForm:
         """Write answers to these prompts."""
         tokens = backend.get_tokenizer()
-        echoed = [text_of(one, tokens) for one in encoded] if asked.echo else [""] * len(encoded)
+        echoed = [Echo(text_of(one, tokens), len(one.token_ids)) for one in encoded] if asked.echo else []
         return CompletionForm(
             answer_id=answer_id,
             model=state.names[0],
-            echoed=[text for text in echoed for _ in range(params.n)],
+            num_choices=len(encoded) * params.n,
+            echoed=[echo for echo in echoed for _ in range(params.n)],
             num_top=params.logprobs,
             tokens=tokens,
             names=TokenNames(tokens, as_ids=bool(asked.return_tokens_as_token_ids)),
@@ -122,25 +123,26 @@ class CompletionForm(Form):
 
     KIND = EVENT_KIND = "text_completion"
     NO_TEXT = b'""'
+    SCORES_IN_CHOICES = True
 
-    echoed: list[str]  # by choice: what stands before its text
+    num_choices: int
+    echoed: list[Echo]  # by choice what stands before its text; none at all where nothing does
     tokens: Tokens
     names: TokenNames
 
     def __post_init__(self) -> None:
-        """Begin the offsets of each choice behind what is echoed."""
+        """Begin the offsets of each choice."""
         super().__post_init__()
-        self._logprobs = [
-            CompletionLogprobs(self.names, self.tokens, self.num_top or 0, len(text)) for text in self.echoed
-        ]
+        echoed = self.echoed or [Echo("", 0)] * self.num_choices
+        self._logprobs = [CompletionLogprobs(self.names, self.tokens, self.num_top or 0, echo) for echo in echoed]
 
     def opening(self, tail: bytes) -> bytes:
-        """Return the prompts, if they are to be echoed."""
-        return b"".join(
-            self.one_event(choice, self.piece(text), b"null", b"null", tail)
-            for choice, text in enumerate(self.echoed)
-            if text
-        )
+        """Return nothing: a prompt that is echoed comes as a delta."""
+        return b""
+
+    def echo(self, choice: int) -> str | None:
+        """Return the prompt's text, if it is asked for."""
+        return self.echoed[choice].text if self.echoed else None
 
     def piece(self, text: str) -> bytes:
         """Return the text."""
@@ -154,10 +156,12 @@ class CompletionForm(Form):
         )  # fmt: skip
         return b"".join(parts)
 
-    def logprobs(self, choice: int, token_ids: Sequence[int], reports: Sequence[PositionLogprobs]) -> dict[str, object]:
+    def logprobs(
+        self, choice: int, token_ids: Sequence[int], reports: Sequence[PositionLogprobs | None]
+    ) -> dict[str, object]:
         """Return parallel lists, whose offsets count on."""
         return self._logprobs[choice].write(token_ids, reports)
 
     def content(self, index: int, text: str) -> dict[str, object]:
-        """Return the text, with what is echoed."""
-        return {"text": self.echoed[index] + text}
+        """Return the text."""
+        return {"text": text}

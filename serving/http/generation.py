@@ -75,8 +75,9 @@ async def run(job: Job, state: ServerState, request: Request, send: Send) -> Non
         try:
             prompts = await asyncio.to_thread(job.encode) if job.size > INLINE_CHARACTERS else job.encode()
             record.prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
-            sink = _sink(job, prompts, request, send)
-            await _generate(job, backend, prompts, sink, record)
+            form = job.form(prompts)
+            sink = _sink(job, form, request, send)
+            await _generate(_deltas(job, form, backend, prompts, record), job.num_prompts * job.params.n, sink, record)
             return
         except asyncio.CancelledError:
             refusal = _why(live, record)
@@ -119,8 +120,7 @@ def _explain(error: Exception, record: Record) -> Refusal:
     return refusal
 
 
-def _sink(job: Job, prompts: Sequence[EncodedPrompt], request: Request, send: Send) -> Sink:
-    form = job.form(prompts)
+def _sink(job: Job, form: Form, request: Request, send: Send) -> Sink:
     if not job.fields.stream:
         return BodySink(form, request.scope, send, job.num_prompts * job.params.n)
     options = job.fields.stream_options
@@ -133,13 +133,13 @@ def _sink(job: Job, prompts: Sequence[EncodedPrompt], request: Request, send: Se
     )
 
 
-async def _generate(job: Job, backend: Backend, prompts: Sequence[EncodedPrompt], sink: Sink, record: Record) -> None:
+async def _generate(given: AsyncGenerator[list[Delta], None], num_choices: int, sink: Sink, record: Record) -> None:
     """Run the engine and write what it gives."""
-    unfinished = set(range(len(prompts) * job.params.n))
+    unfinished = set(range(num_choices))
     reasons: set[str] = set()
     left_as = "abort"
     try:
-        async with aclosing(_deltas(job, backend, prompts, record)) as steps:
+        async with aclosing(given) as steps:
             async for deltas in steps:
                 for delta in deltas:
                     if delta.finish_reason is not None:
@@ -164,9 +164,12 @@ async def _generate(job: Job, backend: Backend, prompts: Sequence[EncodedPrompt]
 
 
 async def _deltas(
-    job: Job, backend: Backend, prompts: Sequence[EncodedPrompt], record: Record
+    job: Job, form: Form, backend: Backend, prompts: Sequence[EncodedPrompt], record: Record
 ) -> AsyncGenerator[list[Delta], None]:
-    """Yield what each step gave, over all prompts: choice i of prompt p is choice p * n + i of the answer."""
+    """Yield what each step gave, over all prompts: choice i of prompt p is choice p * n + i of the answer.
+
+    Before the first of a prompt's choices comes what stands before all of them.
+    """
     fields, num_choices = job.fields, job.params.n
     params = wanted(job.params)
     streams = [
@@ -179,21 +182,50 @@ async def _deltas(
         )
         for index, prompt in enumerate(prompts)
     ]
-    cached = [0] * len(prompts)
+    cached: dict[int, int] = {}  # by prompt, of those whose answers have begun
     async with aclosing(_together(streams)) as outputs:
         async for batch in outputs:
+            openings: list[Delta] = []
             deltas: list[Delta] = []
             for index, output in batch:
+                if index not in cached:
+                    openings += _openings(job, form, output, index * num_choices)
                 deltas += deltas_of(output, index * num_choices)
                 cached[index] = output.num_cached_tokens or 0
-            record.cached_tokens = sum(cached)
+            record.cached_tokens = sum(cached.values())
             for delta in deltas:
                 if job.hides_tokens:
-                    delta.text, delta.token_ids = "", []
+                    _hide(delta)
                 record.took(delta.choice, len(delta.token_ids))
                 record.drafts[delta.choice] = delta.num_accepted, delta.num_rejected
             if deltas:
-                yield deltas
+                yield [*openings, *deltas]
+
+
+def _openings(job: Job, form: Form, output: RequestOutput, first_choice: int) -> list[Delta]:
+    """Return what stands before a prompt's choices: its text where it is echoed, and its reports where it is scored.
+
+    The engine gives the reports with the first token of any of the choices.
+    """
+    openings: list[Delta] = []
+    for choice in range(first_choice, first_choice + job.params.n):
+        text = form.echo(choice)
+        opening = Delta(choice, text or "", [], None)
+        if text is not None and job.params.logprobs is not None:
+            opening.token_ids, opening.logprobs = output.prompt_token_ids, output.prompt_logprobs
+        if job.fields.prompt_logprobs is not None:
+            opening.prompt_logprobs = output.prompt_logprobs
+        if text is not None or opening.prompt_logprobs is not None:
+            openings.append(opening)
+    return openings
+
+
+def _hide(delta: Delta) -> None:
+    """Take out of a delta the token that nobody asked for, and that it may have ended an answer."""
+    delta.text, delta.token_ids, delta.stop_reason = "", [], None
+    delta.logprobs = None if delta.logprobs is None else []
+    if delta.finish_reason == "stop":
+        delta.finish_reason = "length"
 
 
 async def _together(

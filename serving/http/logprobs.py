@@ -6,6 +6,7 @@ given it is `bytes:` with the bytes in hexadecimal escapes, so that two such tok
 
 import codecs
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import isfinite
 
 from gdn_jax.serving.http.backend import Tokens
@@ -38,7 +39,7 @@ class TokenNames:
 
 
 def chat_entries(
-    token_ids: Sequence[int], reports: Sequence[PositionLogprobs], num_top: int, names: TokenNames
+    token_ids: Sequence[int], reports: Sequence[PositionLogprobs | None], num_top: int, names: TokenNames
 ) -> list[dict[str, object]]:
     """Return `logprobs.content` of chat: one entry per token, each with its `num_top` likeliest alternatives."""
 
@@ -52,45 +53,85 @@ def chat_entries(
             "top_logprobs": [entry(other, found) for other, found in _top(report, num_top)],
         }
         for token_id, report in zip(token_ids, reports, strict=True)
+        if report is not None  # as only a prompt's first token has none
     ]
 
 
-class CompletionLogprobs:
-    """Writes `logprobs` of completions for one choice, whose offsets count on from what was written before."""
+def prompt_entries(reports: Sequence[PositionLogprobs | None]) -> list[dict[int, dict[str, object]] | None]:
+    """Return the field `prompt_logprobs`: by token id what is known of it, for each token of the prompt."""
+    return [
+        None
+        if report is None
+        else {
+            token_id: {"logprob": _finite(found.logprob), "rank": found.rank, "decoded_token": found.decoded_token}
+            for token_id, found in report.items()
+        }
+        for report in reports
+    ]
 
-    def __init__(self, names: TokenNames, tokens: Tokens, num_top: int, start: int) -> None:
-        """Begin at a character.
+
+@dataclass(frozen=True)
+class Echo:
+    """A prompt that stands before an answer: its text, and how many tokens it has."""
+
+    text: str
+    num_tokens: int
+
+
+class CompletionLogprobs:
+    """Writes `logprobs` of completions for one choice, whose offsets count on from what was written before.
+
+    An echoed prompt comes first. Its text shows special tokens, and that of the answer does not; which token ends it is
+    a matter of counting.
+    """
+
+    def __init__(self, names: TokenNames, tokens: Tokens, num_top: int, echo: Echo) -> None:
+        """Begin at the first character of the choice's text.
 
         Args:
             names: writes tokens.
             tokens: knows their bytes.
             num_top: likeliest tokens per token; the chosen one is given besides, if it is none of them.
-            start: offset of the first token: the length of the echoed prompt.
+            echo: what stands before the answer's text.
         """
         self._names, self._tokens, self._num_top = names, tokens, num_top
         self._decoder = _Utf8Decoder(errors="replace")
-        self._offset = start
+        self._answer_offset, self._num_echoed = len(echo.text), echo.num_tokens
+        self._offset = 0
 
-    def write(self, token_ids: Sequence[int], reports: Sequence[PositionLogprobs]) -> dict[str, object]:
-        """Return the four lists for the next tokens."""
-        offsets: list[int] = []
-        for token_id in token_ids:
-            offsets.append(self._offset)
-            if not self._tokens.is_special(token_id):
-                self._offset += len(self._decoder.decode(self._tokens.token_bytes(token_id)))
-        names = self._names
+    def write(self, token_ids: Sequence[int], reports: Sequence[PositionLogprobs | None]) -> dict[str, object]:
+        """Return the four lists for the next tokens; a prompt's first token has no report."""
         return {
-            "tokens": [names.name(token_id) for token_id in token_ids],
+            "tokens": list(map(self._names.name, token_ids)),
             "token_logprobs": [
-                _finite(report[token_id].logprob) for token_id, report in zip(token_ids, reports, strict=True)
-            ],
-            "top_logprobs": [
-                {names.name(other): _finite(found.logprob) for other, found in _top(report, self._num_top)}
-                | {names.name(token_id): _finite(report[token_id].logprob)}  # the chosen one, however unlikely
+                None if report is None else _finite(report[token_id].logprob)
                 for token_id, report in zip(token_ids, reports, strict=True)
             ],
-            "text_offset": offsets,
+            "top_logprobs": [
+                None if report is None else self._alternatives(token_id, report)
+                for token_id, report in zip(token_ids, reports, strict=True)
+            ],
+            "text_offset": list(map(self._pass, token_ids)),
         }
+
+    def _alternatives(self, token_id: int, report: PositionLogprobs) -> dict[str, float]:
+        """Return the likeliest tokens by name, and the chosen one, however unlikely."""
+        chosen = {self._names.name(token_id): _finite(report[token_id].logprob)}
+        return {
+            self._names.name(other): _finite(found.logprob) for other, found in _top(report, self._num_top)
+        } | chosen
+
+    def _pass(self, token_id: int) -> int:
+        """Return where a token's text begins, and go on to the next one's."""
+        offset = self._offset
+        if self._num_echoed or not self._tokens.is_special(token_id):
+            self._offset += len(self._decoder.decode(self._tokens.token_bytes(token_id)))
+        if self._num_echoed:
+            self._num_echoed -= 1
+            if not self._num_echoed:  # the prompt may end inside a character, and its text is the client's own
+                self._decoder.reset()
+                self._offset = self._answer_offset
+        return offset
 
 
 def _top(report: PositionLogprobs, count: int) -> list[tuple[int, Logprob]]:

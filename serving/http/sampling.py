@@ -18,7 +18,7 @@ _MAX_DIGITS = 19  # of a token id
 _SAME = (
     "n", "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "bad_words", "min_tokens", "stop", "stop_token_ids", "ignore_eos",
-    "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens",
+    "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "prompt_logprobs",
 )  # fmt: skip
 
 
@@ -51,11 +51,12 @@ def completion_params(request: CompletionRequest, defaults: SamplingParams) -> S
         HTTPError: two values that contradict each other.
     """
     max_tokens = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
-    if request.echo and request.logprobs is not None:
-        raise unsupported("echo with logprobs is not supported, as prompts get no log probabilities; drop one", "echo")
     if request.echo and max_tokens == 0:
         max_tokens = 1  # the engine always generates; the answer leaves this token out
-    return _params(request, defaults, {"logprobs": request.logprobs, "max_tokens": max_tokens}, {})
+    chosen: dict[str, object] = {"logprobs": request.logprobs, "max_tokens": max_tokens}
+    if request.echo and request.prompt_logprobs is None:
+        chosen["prompt_logprobs"] = request.logprobs
+    return _params(request, defaults, chosen, {})
 
 
 def chat_params(request: ChatCompletionRequest, defaults: SamplingParams) -> SamplingParams:
@@ -85,6 +86,8 @@ def _params(
     """Return the defaults with what was given; `names` are the fields' names in errors where they are not the same."""
     if request.stream_options is not None and not request.stream:
         raise invalid("stream_options must come with stream: true; set it, or leave both out", "stream_options")
+    if request.prompt_logprobs is not None and request.stream:
+        raise invalid("prompt_logprobs must come without stream; leave one of them out", "prompt_logprobs")
     given = {name: value for name in _SAME if (value := getattr(request, name)) is not None}
     _check_stops(request)
     if request.logit_bias is not None:

@@ -47,7 +47,6 @@ class _Refused(_NoOps, kw_only=True, forbid_unknown_fields=True):
     vllm_xargs: Any = None
     mm_processor_kwargs: Any = None
     request_id: Any = None
-    prompt_logprobs: Any = None
     return_token_ids: Any = None
 
 
@@ -78,6 +77,7 @@ class SamplingFields(_Refused, kw_only=True, forbid_unknown_fields=True):
     stream_options: StreamOptions | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    prompt_logprobs: int | None = None
     return_tokens_as_token_ids: bool | None = None
 
 
@@ -181,7 +181,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "vllm_xargs": ({},),
     "mm_processor_kwargs": ({},),
     "request_id": (),
-    "prompt_logprobs": (),
     "return_token_ids": (False,),
     "suffix": ("",),
     "best_of": (1,),

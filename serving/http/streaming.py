@@ -16,6 +16,7 @@ from starlette.types import Scope, Send
 
 from gdn_jax.serving.http.deltas import Delta
 from gdn_jax.serving.http.errors import Refusal
+from gdn_jax.serving.http.logprobs import prompt_entries
 from gdn_jax.serving.http.middleware import send_json, send_refusal
 from gdn_jax.serving.http.records import Record, fresh_hex, record_of
 from gdn_jax.serving.outputs import PositionLogprobs
@@ -31,9 +32,10 @@ class Choice:
 
     text: list[str] = field(default_factory=list[str])
     token_ids: list[int] = field(default_factory=list[int])
-    logprobs: list[PositionLogprobs] = field(default_factory=list[PositionLogprobs])
+    logprobs: list[PositionLogprobs | None] = field(default_factory=list[PositionLogprobs | None])
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    prompt_logprobs: Sequence[PositionLogprobs | None] | None = None
 
 
 @dataclass(kw_only=True, eq=False)
@@ -53,6 +55,7 @@ class Form(ABC):
     KIND: ClassVar[str]  # `object` of an answer
     EVENT_KIND: ClassVar[str]  # `object` of an event
     NO_TEXT: ClassVar[bytes]  # `piece` of an event that only ends a choice
+    SCORES_IN_CHOICES: ClassVar[bool]  # `prompt_logprobs` stands in each choice, or once beside them
 
     def __post_init__(self) -> None:
         """Write what every event begins with."""
@@ -64,6 +67,10 @@ class Form(ABC):
     def opening(self, tail: bytes) -> bytes:
         """Return the events before the first token, each with `tail` as in `event`."""
 
+    def echo(self, choice: int) -> str | None:
+        """Return the text of its prompt that stands before a choice's own; None where none does."""
+        return None
+
     @abstractmethod
     def piece(self, text: str) -> bytes:
         """Return what carries text within the choice of an event."""
@@ -73,8 +80,10 @@ class Form(ABC):
         """Return one event, of parts that are written already."""
 
     @abstractmethod
-    def logprobs(self, choice: int, token_ids: Sequence[int], reports: Sequence[PositionLogprobs]) -> dict[str, object]:
-        """Return the log probabilities of a choice's next tokens."""
+    def logprobs(
+        self, choice: int, token_ids: Sequence[int], reports: Sequence[PositionLogprobs | None]
+    ) -> dict[str, object]:
+        """Return the log probabilities of a choice's next tokens, those of an echoed prompt first."""
 
     @abstractmethod
     def content(self, index: int, text: str) -> dict[str, object]:
@@ -110,6 +119,7 @@ class Form(ABC):
                 "model": self.model,
                 "choices": [self._choice(index, choice) for index, choice in enumerate(choices)],
                 "usage": usage,
+                **({} if self.SCORES_IN_CHOICES else _scores(choices[0])),
             }
         )
 
@@ -121,7 +131,12 @@ class Form(ABC):
             "logprobs": self.logprobs(index, choice.token_ids, choice.logprobs) if asked else None,
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
+            **(_scores(choice) if self.SCORES_IN_CHOICES else {}),
         }
+
+
+def _scores(choice: Choice) -> dict[str, object]:
+    return {} if choice.prompt_logprobs is None else {"prompt_logprobs": prompt_entries(choice.prompt_logprobs)}
 
 
 def new_id(kind: str) -> str:
@@ -237,6 +252,8 @@ class BodySink:
             choice.token_ids += delta.token_ids
             choice.logprobs += delta.logprobs or []
             choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
+            if delta.prompt_logprobs is not None:
+                choice.prompt_logprobs = delta.prompt_logprobs
 
     async def finish(self) -> None:
         """Send the body."""

@@ -6,7 +6,7 @@ import pytest
 from http_rig import LiveServer, chat, completion, joined, live_server, spelling, streamed, texts_of
 
 from benchmarks.stub_engine import StubEngine
-from gdn_jax.serving.http.logprobs import CompletionLogprobs, TokenNames, chat_entries
+from gdn_jax.serving.http.logprobs import CompletionLogprobs, Echo, TokenNames, chat_entries
 from gdn_jax.serving.outputs import Logprob
 
 IM_END = 306
@@ -167,7 +167,7 @@ def test_completions_give_the_sampled_token_besides_the_likeliest(num_top: int, 
         likeliest: Logprob(logprob=-0.5, rank=1),
         second: Logprob(logprob=-1.0, rank=2),
     }
-    writer = CompletionLogprobs(TokenNames(tokens, as_ids=False), tokens, num_top, 0)
+    writer = CompletionLogprobs(TokenNames(tokens, as_ids=False), tokens, num_top, Echo("", 0))
     assert writer.write([sampled], [report])["top_logprobs"] == [expected]
     (entry,) = chat_entries([sampled], [report], num_top, TokenNames(tokens, as_ids=False))
     assert len(entry["top_logprobs"]) == num_top

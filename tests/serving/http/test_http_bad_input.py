@@ -122,7 +122,6 @@ UNSUPPORTED = {
     "vllm_xargs": {"a": 1},
     "mm_processor_kwargs": {"a": 1},
     "request_id": "mine",
-    "prompt_logprobs": 0,
     "return_token_ids": True,
     "suffix": "end",
     "best_of": 2,

@@ -9,9 +9,10 @@ import sys
 from unittest.mock import patch
 
 import httpx
+import numpy as np
 import pytest
 from http_rig import LiveServer, joined, live_server, streamed, texts_of
-from oracles.engine_rig import SETTINGS, TINY, make_llm, one_shape
+from oracles.engine_rig import LOGPROB_ERROR, SETTINGS, TINY, make_llm, one_shape, random_ids, tiny_oracle
 
 from gdn_jax import AsyncLLM, SamplingParams
 from gdn_jax.serving import startup
@@ -79,6 +80,43 @@ def test_answers_are_those_of_the_python_api_alone_or_together(tiny: LiveServer)
             return [texts_of(answer.json())[0] for answer in asked]
 
     assert asyncio.run(together()) == expected
+
+
+def test_an_echoed_prompt_is_scored_whole_however_much_of_it_is_known(tiny: LiveServer) -> None:
+    """Three blocks, asked twice: cached positions have no logits of their own (the oracle has)."""
+    prompt = random_ids(5, 192)
+    rows = tiny_oracle().logprobs(prompt[:1], prompt[1:])
+    expected = rows[np.arange(191), np.asarray(prompt[1:])]
+    body = {"prompt": prompt, "echo": True, "logprobs": 2, "max_tokens": 3, "n": 2, **GREEDY}
+    answers = [tiny.post(COMPLETIONS, body).json() for _ in range(2)]
+    answers.append(tiny.post(COMPLETIONS, {**body, "max_tokens": 0}).json())
+    for answer in answers:
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        for choice in answer["choices"]:
+            found = choice["logprobs"]["token_logprobs"]
+            assert len(found) == 192 + answer["usage"]["completion_tokens"] // 2
+            assert found[0] is None
+            np.testing.assert_allclose(found[1:192], expected, atol=LOGPROB_ERROR, rtol=0)
+    events = streamed(tiny, COMPLETIONS, body)
+    assert joined(events) == texts_of(answers[0])
+    for choice in answers[0]["choices"]:
+        parts = [c["logprobs"] for e in events for c in e["choices"] if c["index"] == choice["index"] and c["logprobs"]]
+        assert [value for part in parts for value in part["token_logprobs"]] == choice["logprobs"]["token_logprobs"]
+    tiny.idle()
+
+
+def test_a_conversations_prompt_is_scored_with_the_text_of_each_token(tiny: LiveServer) -> None:
+    tokens = count(tiny, [USER])
+    answer = tiny.post(CHAT, {"messages": [USER], "prompt_logprobs": 1, "max_tokens": 2, **GREEDY}).json()
+    first, *reports = answer["prompt_logprobs"]
+    assert first is None
+    rows = tiny_oracle().logprobs(tokens[:1], tokens[1:])
+    text = tiny.post("/detokenize", {"tokens": tokens[1:]}).json()["prompt"]
+    for token, report, row in zip(tokens[1:], reports, rows, strict=True):
+        own = report[str(token)]
+        np.testing.assert_allclose(own["logprob"], row[token], atol=LOGPROB_ERROR, rtol=0)
+        text = text.removeprefix(own["decoded_token"])
+    assert text == ""
 
 
 def test_after_disconnects_every_slot_is_back_and_a_greedy_answer_unchanged(tiny: LiveServer) -> None:

@@ -43,6 +43,18 @@ def test_completions_whole_and_streamed_agree(client: openai.OpenAI) -> None:
     assert len(whole.choices[0].logprobs.tokens) == 9
 
 
+def test_a_prompt_is_scored_as_evaluation_harnesses_ask_for_it(client: openai.OpenAI) -> None:
+    asked = {"model": MODEL, "prompt": [[82], [51, 71, 72]], "echo": True, "logprobs": 1, "max_tokens": 0}
+    whole = client.completions.create(**asked, extra_body={"prompt_logprobs": 0})
+    assert [choice.text for choice in whole.choices] == ["s", "Thi"]
+    found = whole.choices[1].logprobs
+    assert (found.tokens, found.text_offset) == (["T", "h", "i"], [0, 1, 2])
+    assert found.token_logprobs == [None, -0.5, -0.5]
+    assert [len(choice.prompt_logprobs) for choice in whole.choices] == [len(c.logprobs.tokens) for c in whole.choices]
+    chunks = list(client.completions.create(**asked, stream=True))
+    assert {c.choices[0].index: c.choices[0].text for c in chunks if c.choices[0].text} == {0: "s", 1: "Thi"}
+
+
 def test_fields_of_others_pass_through_the_clients_own_door(client: openai.OpenAI) -> None:
     asked = {"model": MODEL, "prompt": "a", "max_tokens": 30}
     extra = {"top_k": 5, "min_p": 0.1, "ignore_eos": True, "min_tokens": 30, "skip_special_tokens": False}
