@@ -148,9 +148,9 @@ class AsyncEngine:
         try:
             await self.call(partial(self._add, requests, reader))
             while not collector.finished:
-                self._take(collector, await reader.items.get())
+                await self._take(collector, await reader.items.get())
                 while not reader.items.empty():
-                    self._take(collector, reader.items.get_nowait())
+                    await self._take(collector, reader.items.get_nowait())
                 if (output := collector.news()) is not None:
                     yield output
         finally:
@@ -160,10 +160,13 @@ class AsyncEngine:
                     self._put(_Command(leave, lambda error: None))
 
     @staticmethod
-    def _take(collector: Collector, item: _Item) -> None:
+    async def _take(collector: Collector, item: _Item) -> None:
         if isinstance(item, BaseException):
             raise item
-        collector.take(item)
+        if item.output.prompt_logprobs is None:
+            collector.take(item)
+        else:  # the reports of a long prompt take a second to make, in which other readers of the loop go on
+            await asyncio.to_thread(collector.take, item)
 
     # From here on, everything runs on the engine's thread.
 

@@ -7,7 +7,7 @@ more than everything else the server does for it.
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol, runtime_checkable
 
@@ -23,6 +23,7 @@ from gdn_jax.serving.outputs import PositionLogprobs
 
 encode = msgspec.json.Encoder().encode
 _DONE = b"data: [DONE]\n\n"
+_INLINE_REPORTS = 256  # some 10 ms
 _LAST_WORDS = 1.0  # seconds for an error event on a connection that may be stuck
 
 
@@ -176,6 +177,11 @@ def usage_of(record: Record) -> dict[str, object]:
     }
 
 
+async def _written(write: Callable[[], bytes], num_reports: int) -> bytes:
+    """Return what is written: many log probabilities by a thread, so that streams go on meanwhile."""
+    return await asyncio.to_thread(write) if num_reports > _INLINE_REPORTS else write()
+
+
 class EventSink:
     """Streams events. The answer begins with the first tokens, so that what is refused before them has its status."""
 
@@ -212,7 +218,8 @@ class EventSink:
     async def take(self, deltas: Sequence[Delta]) -> None:
         """Send what one step gave, in one piece."""
         tail = self._tail()
-        body = b"".join([self._form.event(delta, tail) for delta in deltas])
+        num_reports = sum(len(delta.logprobs or ()) for delta in deltas)
+        body = await _written(lambda: b"".join([self._form.event(delta, tail) for delta in deltas]), num_reports)
         if body:
             await self._write(body, more=True)
 
@@ -257,7 +264,9 @@ class BodySink:
 
     async def finish(self) -> None:
         """Send the body."""
-        await send_json(self._form.whole(self._choices, usage_of(self._record)), self._send)
+        num_reports = sum(len(choice.logprobs) + len(choice.prompt_logprobs or ()) for choice in self._choices)
+        usage = usage_of(self._record)
+        await send_json(await _written(lambda: self._form.whole(self._choices, usage), num_reports), self._send)
 
     async def fail(self, refusal: Refusal) -> None:
         """Send the error instead."""

@@ -1,6 +1,7 @@
 """AsyncLLM: many readers on one engine thread; leaving early, refusals and shutdown."""
 
 import asyncio
+import threading
 from unittest.mock import patch
 
 import jaxtyping
@@ -11,6 +12,7 @@ from oracles.quick_engine import answer, lasting, quick_async_llm
 from gdn_jax import AsyncLLM, RequestOutputKind
 from gdn_jax.serving import startup
 from gdn_jax.serving.async_engine import EngineStoppedError
+from gdn_jax.serving.collector import Collector
 from gdn_jax.serving.core.errors import DuplicateRequestError, InvalidParameterError, PromptTooLongError
 
 
@@ -39,6 +41,29 @@ def test_concurrent_readers_get_what_each_would_get_alone():
             return await asyncio.gather(*(last(llm, prompt) for prompt in prompts))
 
     assert asyncio.run(run()) == alone
+
+
+def test_a_scored_prompt_is_reported_from_another_thread_with_the_first_item(monkeypatch):
+    threads = []
+    take = Collector.take
+
+    def watched(collector, output):
+        threads.append(
+            (output.output.prompt_logprobs is not None, threading.current_thread() is threading.main_thread())
+        )
+        take(collector, output)
+
+    monkeypatch.setattr(Collector, "take", watched)
+    params = lasting(3, n=2, prompt_logprobs=1, output_kind=RequestOutputKind.DELTA)
+
+    async def run():
+        async with quick_async_llm() as llm:
+            return [output async for output in llm.generate(list(range(40, 60)), params)]
+
+    items = asyncio.run(run())
+    assert [list(report or ()) for report in items[0].prompt_logprobs] == [[], *([token] for token in range(41, 60))]
+    assert all(item.prompt_logprobs is None for item in items[1:])
+    assert sorted(threads) == [(False, True)] * 5 + [(True, False)]
 
 
 @pytest.mark.parametrize("params", [{"max_tokens": 3}, [greedy(3)], "greedy"])

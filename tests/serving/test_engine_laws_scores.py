@@ -90,6 +90,16 @@ def test_every_token_is_scored_the_first_time_and_the_second(oracle: Oracle, bud
     assert idle(llm.stats())
 
 
+def test_an_engine_that_drafts_scores_the_same(oracle: Oracle) -> None:
+    llm = make_llm(speculative_tokens=2, max_num_batched_tokens=64)
+    prompts = [random_ids(length, length) for length in (1, 65, 130)]
+    for _ in range(2):
+        outputs = ask(llm, prompts, greedy(8, prompt_logprobs=2))
+        assert_scored(outputs, oracle, 2)
+        assert_right(outputs, oracle)
+    assert idle(llm.stats())
+
+
 def test_a_prompt_is_scored_though_its_answer_is_not_and_text_is_not_asked_for(oracle: Oracle) -> None:
     outputs = ask(make_llm(), [random_ids(1, 70)], greedy(2, logprobs=None, prompt_logprobs=20, detokenize=False))
     assert_scored(outputs, oracle, 20)

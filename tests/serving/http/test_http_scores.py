@@ -1,6 +1,7 @@
 """Log probabilities of prompts over HTTP: echoed with them, alone, streamed, as a field of their own."""
 
 import json
+import threading
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -189,6 +190,22 @@ def test_what_cannot_be_had_is_refused_by_name(
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, "prompt_logprobs")
     assert words in error["message"]
+
+
+@pytest.mark.parametrize(("length", "elsewhere"), [(100, False), (1000, True)])
+def test_many_scores_are_written_off_the_event_loop(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch, length: int, *, elsewhere: bool
+) -> None:
+    writers: set[object] = set()
+    real = TokenNames.name
+    monkeypatch.setattr(TokenNames, "name", lambda *given: writers.add(threading.current_thread()) or real(*given))
+    body = completion([51] * length, echo=True, logprobs=0, max_tokens=0)
+    answer = server.post(COMPLETIONS, body).json()
+    assert len(answer["choices"][0]["logprobs"]["tokens"]) == length
+    assert (server._thread in writers) != elsewhere
+    writers.clear()
+    assert lists(streamed(server, COMPLETIONS, body))[0] == answer["choices"][0]["logprobs"]
+    assert (server._thread in writers) != elsewhere
 
 
 def test_numbers_that_json_lacks_are_the_least(server: LiveServer) -> None:
