@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from gdn_jax.serving.runner.adjust import NO_ADJUSTMENTS, RowAdjustments, pack_adjustments
 from gdn_jax.serving.runner.sampling import LaneParameters, RowSampling, SampledRows, pack_rows
 
 MAX_BANNED = 1024  # most banned ids of a request; a step takes as many as its rows need (see sampling.py)
@@ -23,19 +24,19 @@ class LaneSampling:
         """Create lanes that nobody uses: greedy ones, and one more behind them for padding."""
         self._num_lanes = num_lanes
         self._num_top: list[int | None] = [None] * num_lanes
-        nobody = pack_rows([], num_rows=num_lanes + 1, num_banned=MAX_BANNED)
+        nobody = _pack(RowSampling(), None, NO_ADJUSTMENTS)
         self._host: dict[str, np.ndarray] = {
-            **{name: np.array(array) for name, array in vars(nobody).items()},
-            "wants_logprobs": np.zeros((num_lanes + 1,), np.bool_),
+            name: np.repeat(array, num_lanes + 1, axis=0) for name, array in nobody.items()
         }
         self._changed = set[str]()
         self._parameters = LaneParameters(**self._on_device(self._host))
 
-    def assign(self, lane: int, row: RowSampling, num_logprobs: int | None) -> None:
+    def assign(
+        self, lane: int, row: RowSampling, num_logprobs: int | None, adjustments: RowAdjustments = NO_ADJUSTMENTS
+    ) -> None:
         """Give a lane to a request."""
         self._num_top[lane] = num_logprobs
-        wanted: dict[str, Any] = vars(pack_rows([row], num_rows=1, num_banned=MAX_BANNED))
-        for name, value in {**wanted, "wants_logprobs": [num_logprobs is not None]}.items():
+        for name, value in _pack(row, num_logprobs, adjustments).items():
             if not np.array_equal(self._host[name][lane], value[0]):
                 self._host[name][lane] = value[0]
                 self._changed.add(name)
@@ -64,3 +65,10 @@ class LaneSampling:
     def _on_device(self, names: Iterable[str]) -> dict[str, Any]:
         # Copies, since on a CPU the device may keep the very array that the next request changes.
         return {name: jax.device_put(self._host[name].copy()) for name in names}
+
+
+def _pack(row: RowSampling, num_logprobs: int | None, adjustments: RowAdjustments) -> dict[str, np.ndarray]:
+    """Return the fields of `LaneParameters` for one lane."""
+    drawn: dict[str, Any] = vars(pack_rows([row], num_rows=1, num_banned=MAX_BANNED))
+    adjusted = {name: array[None] for name, array in pack_adjustments(adjustments).items()}
+    return {**drawn, "wants_logprobs": np.asarray([num_logprobs is not None]), **adjusted}

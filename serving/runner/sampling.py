@@ -2,14 +2,15 @@
 
 The token at a position is a function of its logits, the request's parameters, its seed and the position, and of nothing
 else: neither of the row, nor of the batch, nor of who asks (target or drafter). The order of operations is: padding
-and banned ids masked, temperature, top-k, top-p (over what top-k kept, made to sum to 1), min-p, draw. Equal logits are
-ranked by token id, lowest first, so that top-k keeps exactly k tokens and greedy choice equals top_k=1.
+and banned ids masked, penalties and biases (`adjust.py`), temperature, top-k, top-p (over what top-k kept, made to sum
+to 1), min-p, draw. Equal logits are ranked by token id, lowest first, so that top-k keeps exactly k tokens and greedy
+choice equals top_k=1.
 
 Gumbel-max: argmax(x + G), G standard Gumbel per token, is distributed as softmax(x) (Gumbel 1954; Maddison et al.
 2014).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from hashlib import sha256
 from typing import Any
@@ -26,6 +27,9 @@ _BANNED_SLAB = 64  # banned ids masked at once, as often as the row with most of
 _FEW = 64  # tokens found without a sort, where no row keeps more
 _GREEDY_BELOW = 1e-5  # as SamplingParams.greedy
 _LARGEST_TEMPERATURE = 1e30  # so that a masked logit of -inf stays -inf when divided
+
+
+Adjust = Callable[[Float[Array, "rows T V"]], Float[Array, "rows T V"]]
 
 
 @jax.tree_util.register_dataclass
@@ -59,9 +63,25 @@ class LaneParameters(SamplingInputs):
 
     Attributes:
         wants_logprobs: whether the lane's request wants log probabilities.
+        adjusts: whether any of what follows asks for something; see `adjust.py` for what it means.
+        presence: penalty of a token that the output holds, subtracted from its logit.
+        frequency: penalty for each time that the output holds a token.
+        repetition: divides the positive and multiplies the other logits of tokens in prompt or output; above 0.
+        bias_ids: tokens whose logits are biased, padded with -1.
+        biases: what is added to them.
+        word_starts: all but the last token of each banned sequence, right-aligned and padded with -1.
+        word_ends: the last token of each banned sequence, padded with -1.
     """
 
     wants_logprobs: Bool[AnyArray, "rows"]
+    adjusts: Bool[AnyArray, "rows"]
+    presence: Float[AnyArray, "rows"]
+    frequency: Float[AnyArray, "rows"]
+    repetition: Float[AnyArray, "rows"]
+    bias_ids: Int[AnyArray, "rows biases"]
+    biases: Float[AnyArray, "rows biases"]
+    word_starts: Int[AnyArray, "rows words tail"]
+    word_ends: Int[AnyArray, "rows words"]
 
 
 @jax.tree_util.register_dataclass
@@ -179,6 +199,7 @@ def sample_tokens(
     position: Int[Array, "rows *window"],
     *,
     num_valid_tokens: int | Int[Array, ""],
+    adjust: Adjust | None = None,
 ) -> Int[Array, "rows *window"]:
     """Choose one token per row, or per row and place in its window.
 
@@ -187,6 +208,8 @@ def sample_tokens(
         inputs: one row of parameters per row of logits.
         position: index in its sequence (prompt and output) of the token to choose.
         num_valid_tokens: ids from here on have no text and are never chosen (the head may be wider than the tokenizer).
+        adjust: changes the logits of all places once ids are masked, which have -inf and must keep it. It gets a copy
+            that is the sampler's own, so that it may change it in place.
 
     Returns:
         int32 ids below `num_valid_tokens`. Where no logit is finite the id means nothing: see `samplable`.
@@ -195,6 +218,8 @@ def sample_tokens(
     flat = jax.tree.map(lambda array: jnp.repeat(array, window, axis=0), inputs)
     places = position.reshape(-1)
     allowed = _mask(logits.reshape(-1, vocab).astype(jnp.float32), flat, places, num_valid_tokens)
+    if adjust is not None:
+        allowed = adjust(allowed.reshape(-1, window, vocab)).reshape(-1, vocab)
     greedy = jnp.argmax(allowed, axis=-1).astype(jnp.int32)
     draws = flat.temperature > 0
     drawn = jax.lax.cond(jnp.any(draws), lambda: _draw(allowed, flat, places), lambda: greedy)
