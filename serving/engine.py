@@ -7,7 +7,7 @@ pass it on.
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gdn_jax.serving.core.errors import DeviceError, InvalidParameterError, InvariantError
 from gdn_jax.serving.core.plan import RowCut, RowPlan, RowResult, StepPlan, StepResult, TokenLogprobs
@@ -16,6 +16,7 @@ from gdn_jax.serving.core.scheduler import Scheduler
 from gdn_jax.serving.cut import Cutter, TokenOutput
 from gdn_jax.serving.engine_types import EngineCounts, EngineOutput, EngineRequest, EngineStats
 from gdn_jax.serving.interrupts import second_interrupt_passes
+from gdn_jax.serving.runner.adjust import RowAdjustments
 from gdn_jax.serving.runner.audit import Auditor, AuditSequence
 from gdn_jax.serving.runner.lanes import MAX_BANNED
 from gdn_jax.serving.runner.prompt_scores import ScoredPrompt
@@ -86,7 +87,7 @@ class Engine:
         # Made first: what the scheduler has queued must not lack them.
         sampling = self._sampling(asked)
         cutter = Cutter(params, prompt, asked.max_tokens, tokenizer=self._tokenizer, end_token_ids=self._end_token_ids)
-        self._scheduler.add(
+        request = self._scheduler.add(
             request_id,
             prompt,
             max_tokens=asked.max_tokens,
@@ -99,24 +100,38 @@ class Engine:
         )
         kept = None if params.prompt_logprobs is None else list[TokenLogprobs]()
         self._live[request_id] = _Live(cutter=cutter, name=asked.name, prompt_logprobs=kept)
-        self._runner.add(request_id, sampling)
+        self._runner.add(request_id, replace(sampling, tokens=request.tokens))
 
     def _sampling(self, asked: EngineRequest) -> RequestSampling:
         """Return how a request samples, in numbers that fit the device's."""
-        params = asked.params
+        params, banned = asked.params, self._banned_ids(asked.params)
+        adjustments = RowAdjustments(
+            presence=float(params.presence_penalty),
+            frequency=float(params.frequency_penalty),
+            repetition=float(params.repetition_penalty),
+            biases=tuple((int(token_id), float(bias)) for token_id, bias in (params.logit_bias or {}).items()),
+            bad_words=asked.bad_words,
+        )
+        self._check_some_token_is_left({*banned, *(word[-1] for word in asked.bad_words)}, params)
         row = RowSampling(
             temperature=0.0 if params.greedy else params.temperature,
             top_k=params.top_k,
             top_p=params.top_p,
             min_p=params.min_p,
             seed=asked.seed,
-            banned=self._banned_ids(params),
+            banned=banned,
             banned_until=len(asked.prompt) + min(params.min_tokens, asked.max_tokens),
         )
         scored = None
         if params.prompt_logprobs is not None:
             scored = ScoredPrompt(token_ids=asked.prompt, num_top=params.prompt_logprobs)
-        return RequestSampling(row=row, num_logprobs=params.logprobs, scored_prompt=scored)
+        return RequestSampling(
+            row=row,
+            num_logprobs=params.logprobs,
+            scored_prompt=scored,
+            adjustments=adjustments,
+            num_prompt=len(asked.prompt),
+        )
 
     def _banned_ids(self, params: SamplingParams) -> tuple[int, ...]:
         """Tokens that would end a request, which it must not draw below `min_tokens`."""
@@ -130,13 +145,17 @@ class Engine:
                 "name fewer, or leave min_tokens out",
                 parameter="stop_token_ids",
             )
-        if self._tokenizer is not None and set(banned).issuperset(range(self._tokenizer.num_tokens)):
-            raise InvalidParameterError(
-                f"stop_token_ids and end tokens must leave a token to draw with min_tokens; got all "
-                f"{self._tokenizer.num_tokens}; name fewer, or leave min_tokens out",
-                parameter="stop_token_ids",
-            )
         return banned
+
+    def _check_some_token_is_left(self, refused: set[int], params: SamplingParams) -> None:
+        """Refuse what might ban every token: ends of bad words count whatever stands before them."""
+        if self._tokenizer is None or not refused.issuperset(range(self._tokenizer.num_tokens)):
+            return
+        raise InvalidParameterError(
+            f"bad_words, and stop_token_ids and end tokens with min_tokens, must leave a token to draw; got all "
+            f"{self._tokenizer.num_tokens}; name fewer, or leave min_tokens out",
+            parameter="bad_words" if params.bad_words else "stop_token_ids",
+        )
 
     def abort(self, request_id: str) -> bool:
         """Drop a request for good; returns whether it was live. It gets no further output."""

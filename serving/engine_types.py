@@ -19,6 +19,7 @@ class EngineRequest:
         params: how it samples and ends; `n` is the maker's business.
         seed: of its noise.
         max_tokens: most tokens it may emit.
+        bad_words: the token sequences that `params.bad_words` stands for.
         priority: lower goes first.
         turn_borders: token counts up to which the next turn may share this prompt.
         cache_salt: shares cached prefixes only with requests of the same salt.
@@ -31,6 +32,7 @@ class EngineRequest:
     params: SamplingParams
     seed: int
     max_tokens: int
+    bad_words: tuple[tuple[int, ...], ...] = ()
     priority: int = 0
     turn_borders: tuple[int, ...] = ()
     cache_salt: str = ""

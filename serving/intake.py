@@ -4,11 +4,12 @@ Shared by every way in. It draws the seeds, numbers the completions of `n`, and 
 the pools cannot take is the engine's to refuse.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
 from reprlib import repr as short_repr
 
+from gdn_jax.serving.bad_words import bad_word_tokens
 from gdn_jax.serving.collector import Collector
 from gdn_jax.serving.core.errors import InvalidParameterError, PromptTooLongError
 from gdn_jax.serving.engine_types import EngineRequest
@@ -80,7 +81,15 @@ class Intake:
     def default_params(self) -> SamplingParams:
         """Return what `generation_config.json` recommends."""
         found = self._defaults
-        return SamplingParams(temperature=found.temperature, top_p=found.top_p, top_k=found.top_k, min_p=found.min_p)
+        return SamplingParams(
+            temperature=found.temperature,
+            top_p=found.top_p,
+            top_k=found.top_k,
+            min_p=found.min_p,
+            repetition_penalty=found.repetition_penalty,
+            presence_penalty=found.presence_penalty,
+            frequency_penalty=found.frequency_penalty,
+        )
 
     def take(
         self, prompt: EncodedPrompt, params: SamplingParams, options: Options, request_id: str | None = None
@@ -96,8 +105,8 @@ class Intake:
             request_id: what the caller calls it, in outputs and log lines; None: its number.
 
         Raises:
-            RequestError: the prompt leaves no room, or a token id lies outside the vocabulary, or the name is no text,
-                or the parameters are none.
+            RequestError: the prompt leaves no room, or a token id lies outside the vocabulary, or a bad word has too
+                many tokens, or the name is no text, or the parameters are none.
         """
         if not isinstance(params, SamplingParams):
             raise InvalidParameterError(
@@ -110,7 +119,9 @@ class Intake:
                 f"request_id must be a str or None; got {type(request_id).__name__}; leave it out for a number",
                 parameter="request_id",
             )
-        self._check_stop_ids(params)
+        self._check_token_ids("stop_token_ids", params.stop_token_ids or ())
+        self._check_token_ids("logit_bias", params.logit_bias or ())
+        bad_words = bad_word_tokens(params.bad_words or (), self._tokenizer)
         max_tokens = self._max_tokens(params, len(prompt.token_ids))
         number, self._num_requests = str(self._num_requests), self._num_requests + 1
         name = number if request_id is None else request_id
@@ -123,6 +134,7 @@ class Intake:
                 request_id=own_id,
                 prompt=prompt.token_ids,
                 params=unscored if index else params,
+                bad_words=bad_words,
                 seed=sibling_seed(seed, index),
                 max_tokens=max_tokens,
                 priority=options.priority,
@@ -135,13 +147,13 @@ class Intake:
         ]
         return Collector(name, ids, prompt, params, self._tokenizer), requests
 
-    def _check_stop_ids(self, params: SamplingParams) -> None:
-        for token_id in params.stop_token_ids or ():
+    def _check_token_ids(self, name: str, token_ids: Iterable[int]) -> None:
+        for token_id in token_ids:
             if token_id >= self._vocab_size:
                 raise InvalidParameterError(
-                    f"stop_token_ids must be in 0..{self._vocab_size - 1}, the model's vocabulary; got {token_id}; "
+                    f"{name} must be in 0..{self._vocab_size - 1}, the model's vocabulary; got {token_id}; "
                     "leave it out",
-                    parameter="stop_token_ids",
+                    parameter=name,
                 )
 
     def _max_tokens(self, params: SamplingParams, num_prompt: int) -> int:

@@ -20,6 +20,9 @@ from gdn_jax.serving.core.errors import InvalidParameterError, RequestError, Uns
 GREEDY_BELOW = 1e-5  # a lower temperature would overflow float32 logits, and picks the largest logit anyway
 MAX_COMPLETIONS = 128
 MAX_LOGPROBS = 20
+MAX_BIASES = 1024  # token ids of logit_bias
+MAX_BAD_WORDS = 128
+_MAX_BAD_WORD_CHARACTERS = 256  # each is tokenized twice, and its end is looked for at every token
 
 
 class RequestOutputKind(Enum):
@@ -62,7 +65,18 @@ def _is_filled_str(value: object) -> bool:
 
 
 def _is_token_id(value: object) -> bool:
-    return _is_number(value, Integral) and value >= 0
+    return _is_number(value, Integral) and bool(value >= 0)
+
+
+def _is_bias(value: object) -> bool:
+    if not isinstance(value, dict):
+        return False
+    biases = cast("dict[object, object]", value)
+    return len(biases) <= MAX_BIASES and all(map(_is_token_id, biases)) and all(map(_is_number, biases.values()))
+
+
+def _is_bad_word(value: object) -> bool:
+    return isinstance(value, str) and not value.isspace() and 0 < len(value) <= _MAX_BAD_WORD_CHARACTERS
 
 
 def _number(low: int, high: int | float, words: str, remedy: str) -> _Rule:
@@ -113,8 +127,16 @@ _RULES = {
     "detokenize": _FLAG,
     "skip_special_tokens": _FLAG,
     "spaces_between_special_tokens": _FLAG,
-    "logit_bias": _or_none(_Rule(lambda value: isinstance(value, dict), "a dict from token id to number", _LEFT_OUT)),
-    "bad_words": _or_none(_Rule(lambda value: _is_list_of(value, _is_filled_str), "a list of str", _LEFT_OUT)),
+    "logit_bias": _or_none(
+        _Rule(_is_bias, f"a dict of at most {MAX_BIASES} token ids of at least 0 to finite numbers", _LEFT_OUT)
+    ),
+    "bad_words": _or_none(
+        _Rule(
+            lambda value: _is_list_of(value, _is_bad_word) and len(cast("Sequence[str]", value)) <= MAX_BAD_WORDS,
+            f"a list of at most {MAX_BAD_WORDS} str of 1 to {_MAX_BAD_WORD_CHARACTERS} characters, none of them blank",
+            "ban tokens that are blank by a logit_bias of -100",
+        )
+    ),
     "include_stop_str_in_output": _FLAG,
     "output_kind": _Rule(
         lambda value: isinstance(value, RequestOutputKind), "a RequestOutputKind", "use RequestOutputKind.CUMULATIVE"
@@ -122,11 +144,6 @@ _RULES = {
 }
 # Checked like the others, then refused unless they ask for nothing: the step function does not apply them.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": (None, {}),
-    "bad_words": (None, [], ()),
     "spaces_between_special_tokens": (True,),
 }
 
@@ -158,14 +175,16 @@ def _hint_at_known_names[Params](cls: type[Params]) -> type[Params]:
 class SamplingParams:
     """How the tokens of one request are chosen, when it ends, and what comes back with them.
 
-    A token is chosen from the logits after temperature, top-k, top-p and min-p, in this order. `dataclasses.replace`
-    makes a changed copy, checked anew.
+    A token is chosen from the logits after repetition, frequency and presence penalty, logit_bias and bad_words,
+    temperature, top-k, top-p and min-p, in this order. Log probabilities are those before all of it.
+    `dataclasses.replace` makes a changed copy, checked anew.
 
     Attributes:
         n: completions per prompt, 1 to 128.
-        presence_penalty: not applied yet; only 0.
-        frequency_penalty: not applied yet; only 0.
-        repetition_penalty: not applied yet; only 1.
+        presence_penalty: subtracted from the logit of each token that the output holds, -2 to 2.
+        frequency_penalty: subtracted as often as the output holds the token, -2 to 2.
+        repetition_penalty: divides the logit of each token that prompt or output holds, or multiplies it where it
+            is not positive; above 0.
         temperature: divides the logits; below 1e-5 the largest logit is taken.
         top_p: keep the fewest most likely tokens whose probabilities sum to this, in (0, 1].
         top_k: keep this many most likely tokens; 0 and -1 keep all.
@@ -183,8 +202,10 @@ class SamplingParams:
         detokenize: make text; False leaves `text` empty and rules out stop strings.
         skip_special_tokens: leave special tokens out of the text.
         spaces_between_special_tokens: only True.
-        logit_bias: not applied yet; only None or empty.
-        bad_words: not applied yet; only None or empty.
+        logit_bias: added to the logits of these token ids, at most 1024; taken as -100 to 100 if beyond.
+        bad_words: texts that the output will not hold, at most 128: of the tokens of each, written with and without a
+            blank before it, the last one is never chosen where the output ends with those before it. Text that other
+            tokens spell alike is not found.
         include_stop_str_in_output: keep the stop string at the end of the text.
         output_kind: what each item of a stream holds.
 

@@ -55,11 +55,13 @@ RULES = {
         f"{_STEP} {_API} serving.engine serving.engine_types serving.prompts serving.collector"
     ),
     "serving.prompts": _rule("serving.core.errors serving.text"),
+    "serving.bad_words": _rule("serving.core.errors serving.text serving.runner"),
     "serving.collector": _rule(f"{_API} serving.core serving.text serving.engine_types serving.prompts"),
     "serving.startup": _rule(f"{_STEP} model kernels serving.engine", "jax tqdm"),
     "serving.info": _rule("model serving.core.errors serving.runner"),
     "serving.intake": _rule(
-        f"{_API} serving.core serving.runner serving.engine_types serving.collector serving.prompts serving.startup"
+        f"{_API} serving.core serving.runner serving.engine_types serving.collector serving.prompts serving.startup "
+        "serving.bad_words"
     ),
     "serving.llm": _rule(f"{_STEP} {_API} {_LOOP} serving.intake serving.interrupts", "tqdm"),
     "serving.async_llm": _rule(f"{_STEP} {_API} {_LOOP} serving.intake serving.async_engine"),
@@ -78,7 +80,7 @@ RULES = {
 
 # Functions that are compiled on their own, by module: docs/decisions/0002-where-jit-stands.md says why each may be.
 JITTED = {
-    "serving.runner.steps": {"prefill_step", "advance_step"},
+    "serving.runner.steps": {"prefill_step", "advance_step", "place_history"},
     "serving.runner.prompt_scores": {"score_prompts"},
     "kernels.causal_conv1d": {"causal_conv1d_prefill", "causal_conv1d_advance"},
     "kernels.gated_delta": {"gdn_prefill", "gdn_advance"},

@@ -12,6 +12,7 @@ from pathlib import Path
 from gdn_jax.config import ModelConfig
 from gdn_jax.serving.core.errors import StartupError
 from gdn_jax.serving.runner.activations import advance_bytes, prefill_bytes, score_bytes
+from gdn_jax.serving.runner.adjust import history_bytes_per_lane
 from gdn_jax.serving.runner.buckets import MAX_PREFILL_ROWS
 from gdn_jax.sizes import kv_bytes_per_token, mtp_kv_bytes_per_token, parameter_count, state_bytes_per_slot
 
@@ -94,7 +95,7 @@ class MemoryPlan:
             f"states: {self.num_slots - 1} slots, {describe_bytes(self.slot_bytes)} each, "
             f"{describe_bytes(self.num_slots * self.slot_bytes)} in all; {self.max_num_seqs} may run, "
             "the rest are checkpoints",
-            f"replay windows: {describe_bytes(self.lane_bytes)} for each of {self.max_num_seqs} lanes",
+            f"replay windows and token counts: {describe_bytes(self.lane_bytes)} for each of {self.max_num_seqs} lanes",
             f"{self.num_longest} sequences of {self.max_model_len} tokens fit at once",
         ]
 
@@ -118,7 +119,7 @@ def plan_memory(model: ModelConfig, request: MemoryRequest) -> MemoryPlan:
     activations = activation_bytes(model, request)
     block = request.block_size * (kv_bytes_per_token(model, request.dtype) + _mtp_bytes(model, request.dtype))
     slot = state_bytes_per_slot(model, request.state_dtype, request.dtype) + model.hidden_size * item
-    lane = request.window * lane_bytes_per_token(model, request.dtype)
+    lane = request.window * lane_bytes_per_token(model, request.dtype) + history_bytes_per_lane(model.vocab_size)
     pool = request.pool_bytes or request.total_bytes - weights - activations
     limit = request.max_model_len or model.context_length
     if limit > model.context_length:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from gdn_jax.config import ModelConfig
+from gdn_jax.serving.runner.adjust import LaneHistory, make_history
 from gdn_jax.state import ModelState, make_state
 
 
@@ -50,10 +51,12 @@ class DeviceState:
     Attributes:
         model: state slots, KV pages and replay windows.
         drafts: by lane, the tokens guessed to follow the pending one.
+        history: by lane, what the sequences hold, for penalties and bad words.
     """
 
     model: ModelState
     drafts: Int[Array, "lanes k"]
+    history: LaneHistory
 
 
 def make_device_state(config: ModelConfig, sizes: PoolSizes, *, dtype: jnp.dtype) -> DeviceState:
@@ -74,4 +77,8 @@ def make_device_state(config: ModelConfig, sizes: PoolSizes, *, dtype: jnp.dtype
         state_dtype=jnp.dtype(sizes.state_dtype),
         block_size=sizes.block_size,
     )
-    return DeviceState(model=model, drafts=jnp.zeros((sizes.num_lanes, sizes.num_drafts), jnp.int32))
+    return DeviceState(
+        model=model,
+        drafts=jnp.zeros((sizes.num_lanes, sizes.num_drafts), jnp.int32),
+        history=make_history(sizes.num_lanes, config.vocab_size),
+    )

@@ -19,6 +19,7 @@ from gdn_jax.model import LanguageModel
 from gdn_jax.serving.core.errors import InvariantError
 from gdn_jax.serving.core.plan import Phase, RowPlan, RowResult, StepPlan, StepResult
 from gdn_jax.serving.core.request import RequestId
+from gdn_jax.serving.runner.adjust import NO_ADJUSTMENTS, RowAdjustments, pack_history
 from gdn_jax.serving.runner.audit import TOLERANCE, Auditor, Recomputation
 from gdn_jax.serving.runner.buckets import Buckets
 from gdn_jax.serving.runner.inputs import BlockTables, build_advance, build_prefill, padded_lanes, prefill_groups
@@ -27,7 +28,7 @@ from gdn_jax.serving.runner.outputs import StepOutputs, describe_token, unpack
 from gdn_jax.serving.runner.pools import DeviceState, PoolSizes, make_device_state
 from gdn_jax.serving.runner.prompt_scores import ScoredPrompt, next_prompt_ids, prompt_logprobs, score_prompts
 from gdn_jax.serving.runner.sampling import RowSampling, SampledRows
-from gdn_jax.serving.runner.steps import advance_step, prefill_step, split_model
+from gdn_jax.serving.runner.steps import advance_step, place_history, prefill_step, split_model
 from gdn_jax.state import ModelState
 
 _LOG = logging.getLogger(__name__)
@@ -36,11 +37,24 @@ MAX_LOGPROBS = 20  # alternatives that steps compute when some row wants log pro
 
 @dataclass(frozen=True, kw_only=True)
 class RequestSampling:
-    """What the runner has to know of a request: how its tokens are drawn and what is reported of them."""
+    """What the runner has to know of a request: how its tokens are drawn and what is reported of them.
+
+    Attributes:
+        row: how they are drawn.
+        num_logprobs: alternatives to list; None for no log probabilities.
+        scored_prompt: the prompt, if its own log probabilities are wanted.
+        adjustments: how its own tokens change its logits.
+        tokens: prompt, then output as far as it is committed: the scheduler's own list, which grows. Read where the
+            request gets a lane, and only if it adjusts.
+        num_prompt: how many of them are the prompt.
+    """
 
     row: RowSampling
     num_logprobs: int | None
     scored_prompt: ScoredPrompt | None = None
+    adjustments: RowAdjustments = NO_ADJUSTMENTS
+    tokens: Sequence[int] = ()
+    num_prompt: int = 0
 
 
 class Runner:
@@ -155,7 +169,14 @@ class Runner:
         if request is None:
             raise InvariantError(f"request {row.request_id} has a row and was never made known")
         self._owners[row.lane] = row.request_id
-        self._lanes.assign(row.lane, request.row, request.num_logprobs)
+        self._lanes.assign(row.lane, request.row, request.num_logprobs, request.adjustments)
+        if request.adjustments.adjusts:
+            self._place_history(row.lane, request.tokens[: request.num_prompt], request.tokens[request.num_prompt :])
+
+    def _place_history(self, lane: int, prompt: Sequence[int], output: Sequence[int]) -> None:
+        row = pack_history(prompt, output, self._config.vocab_size)
+        history = place_history(self.device.history, np.int32(lane), row)
+        self._device = replace(self.device, history=history)
 
     def _prefill(self, rows: Sequence[RowPlan], buckets: Buckets) -> tuple[Array, Array]:
         batch = build_prefill(rows, self._tables, buckets, self._sizes.block_size)
@@ -216,6 +237,7 @@ class Runner:
             progress: called with (steps compiled, steps in all).
         """
         began, calls = time.monotonic(), list(self._every_call())
+        self._place_history(self._sizes.num_lanes, (), ())  # on the padding lane, which nobody reads
         for done, call in enumerate(calls, 1):
             call()
             if progress is not None:

@@ -3,11 +3,13 @@
     prefill_step   packed spans; a row whose known tokens are all computed emits the next one
     advance_step   decode, verify and closing rows: fold the replay window, run the pending token and the drafts at
                    hand, emit the drafts that stand and one token more
+    place_history  put what a sequence holds on the lane that its request got
 
-Where the engine drafts, both end with the MTP head: entries for all tokens that now stand, and drafts for the next
+Where the engine drafts, both steps end with the MTP head: entries for all tokens that now stand, and drafts for the next
 step, which stay on the device.
 
-Each traces once per bucket: everything static is in `StepStatic` and the shapes. Outputs are the words of `outputs.py`.
+A step traces once per bucket: everything static is in `StepStatic` and the shapes. Outputs are the words of
+`outputs.py`.
 """
 
 from dataclasses import dataclass, replace
@@ -19,13 +21,21 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from gdn_jax.kernels.anchors import NULL_SLOT, load_slots
+from gdn_jax.kernels.anchors import NULL_SLOT, AnyArray, load_slots
 from gdn_jax.model import LanguageModel
 from gdn_jax.serving.runner.accept import count_standing
+from gdn_jax.serving.runner.adjust import LaneHistory, adjust_logits, extend_history
 from gdn_jax.serving.runner.draft import Pending, make_drafts, prefill_entries, verified_entries
 from gdn_jax.serving.runner.outputs import StepOutputs, pack
 from gdn_jax.serving.runner.pools import DeviceState
-from gdn_jax.serving.runner.sampling import LogprobArrays, SampledRows, samplable, sample_tokens, token_logprobs
+from gdn_jax.serving.runner.sampling import (
+    Adjust,
+    LogprobArrays,
+    SampledRows,
+    samplable,
+    sample_tokens,
+    token_logprobs,
+)
 from gdn_jax.state import AdvanceBatch, ModelState, PrefillBatch, RecurrentState, gather_lanes, scatter_lanes
 
 Params = tuple[Array, ...]  # leaves alone: a call takes a tree of modules apart leaf by leaf, in milliseconds
@@ -83,7 +93,8 @@ def prefill_step(
     broken = jnp.zeros(rows.length.shape, jnp.bool).at[row].max(owned & ~_is_finite(hidden))
     _, exports = rows.boundaries()
     last, end = hidden[rows.last_token()], rows.start + rows.length
-    drawn = _draw(static, model, last[:, None], end[:, None], sampling)
+    proposed = jnp.zeros((end.shape[0], 0), jnp.int32)
+    drawn = _draw(static, model, last[:, None], end[:, None], sampling, _adjuster(sampling, state, proposed))
     emitted = _Emitted(
         drawn=drawn,
         num_tokens=sampling.emits.astype(jnp.int32),
@@ -94,7 +105,8 @@ def prefill_step(
     pending = Pending(token=drawn.tokens[:, 0], position=end, hidden=last, num_new=emitted.num_tokens)
     # No rounds where all rows are in the midst of their prompts; a loop that may not run costs no copy of the pages.
     rounds = jnp.where(sampling.emits.any(), state.drafts.shape[1], 0)
-    state = _draft(static, model, replace(state, model=after), pending, sampling, batch.block_tables, rounds)
+    state = replace(state, model=after, history=_extended(state, sampling, emitted))
+    state = _draft(static, model, state, pending, sampling, batch.block_tables, rounds)
     return _pack(after, emitted), hidden, state
 
 
@@ -108,7 +120,8 @@ def advance_step(
     window = jnp.concatenate([batch.token_ids[:, :1], gather_lanes(state.drafts, batch.lane)], axis=1)
     batch = replace(batch, token_ids=jnp.where(is_new, window, 0))
     hidden, after = model.decoder.advance(batch, state.model)
-    drawn = _draw(static, model, hidden, rows.positions(hidden.shape[1]) + 1, sampling)
+    position, adjust = rows.positions(hidden.shape[1]) + 1, _adjuster(sampling, state, batch.token_ids[:, 1:])
+    drawn = _draw(static, model, hidden, position, sampling, adjust)
     sound = drawn.sound & _is_finite(hidden)
     count = count_standing(batch.token_ids, drawn.tokens, sound, rows.num_new)
     if after.mtp is not None:
@@ -129,8 +142,15 @@ def advance_step(
         num_new=jnp.minimum(count, 1),
     )
     rounds = state.drafts.shape[1]
-    state = _draft(static, model, replace(state, model=after), pending, sampling, batch.block_tables, rounds)
+    state = replace(state, model=after, history=_extended(state, sampling, emitted))
+    state = _draft(static, model, state, pending, sampling, batch.block_tables, rounds)
     return _pack(after, emitted), state
+
+
+@partial(jax.jit, donate_argnames=("history",))
+def place_history(history: LaneHistory, lane: Int[AnyArray, ""], new: LaneHistory) -> LaneHistory:
+    """Put the history of one request, without an axis of lanes, on a lane."""
+    return jax.tree.map(lambda lanes, row: lanes.at[lane].set(row), history, new)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,17 +173,29 @@ class _Emitted:
     stored: Bool[Array, "rows boundaries"]
 
 
+def _adjuster(sampling: SampledRows, state: DeviceState, proposed: Int[Array, "rows M"]) -> Adjust:
+    """Return what adjusts the logits of a window: its place j follows the first j of the proposed tokens."""
+    places = jnp.arange(1 + proposed.shape[1])
+    return partial(adjust_logits, rows=sampling, history=state.history, after=proposed, num_after=places)
+
+
+def _extended(state: DeviceState, sampling: SampledRows, emitted: _Emitted) -> LaneHistory:
+    """Return the history with what the rows emit; drafts that did not stand never become part of it."""
+    return extend_history(state.history, sampling, emitted.drawn.tokens, emitted.num_tokens)
+
+
 def _draw(
     static: StepStatic,
     model: LanguageModel,
     hidden: Float[Array, "rows T H"],
     position: Int[Array, "rows T"],
     sampling: SampledRows,
+    adjust: Adjust,
 ) -> _Drawn:
     """Draw the token at each position from the hidden vector before it."""
     valid = static.num_valid_tokens
     logits = model.decoder.logits(hidden)
-    tokens = sample_tokens(logits, sampling.parameters(), position, num_valid_tokens=valid)
+    tokens = sample_tokens(logits, sampling.parameters(), position, num_valid_tokens=valid, adjust=adjust)
     describe = partial(token_logprobs, logits, tokens, num_top=static.num_top, num_valid_tokens=valid)
 
     def nothing() -> LogprobArrays:
@@ -198,8 +230,10 @@ def _draft(
         drafts: Int[Array, "rows k"],
         num_before: Int[Array, ""],
     ) -> Int[Array, "rows"]:
-        """Choose as the target will; what was drafted before changes nothing."""
-        return sample_tokens(logits, parameters, position, num_valid_tokens=static.num_valid_tokens)
+        """Choose as the target will, which by then has the drafts before this one in its window."""
+        places = num_before[None]
+        adjust = partial(adjust_logits, rows=sampling, history=state.history, after=drafts, num_after=places)
+        return sample_tokens(logits, parameters, position, num_valid_tokens=static.num_valid_tokens, adjust=adjust)
 
     drafts, pages = make_drafts(
         model,

@@ -11,7 +11,7 @@ A model's vocabulary is padded beyond its tokenizer's: ids from `num_tokens` on 
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import inf, isfinite
+from math import inf
 from pathlib import Path
 from typing import cast
 
@@ -37,9 +37,6 @@ _BYTE_OF_CHARACTER = _byte_of_character()
 
 # Keys of generation_config.json that change sampling and are not applied, each with the value at which it does nothing.
 _NOT_APPLIED: dict[str, object] = {
-    "repetition_penalty": 1,
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
     "encoder_repetition_penalty": 1,
     "no_repeat_ngram_size": 0,
     "typical_p": 1,
@@ -72,8 +69,8 @@ class GenerationDefaults:
         top_k: number of tokens kept; 0 keeps all.
         min_p: least probability kept, relative to the largest, in [0, 1].
         repetition_penalty: above 0; 1 is none.
-        presence_penalty: 0 is none.
-        frequency_penalty: 0 is none.
+        presence_penalty: -2 to 2; 0 is none.
+        frequency_penalty: -2 to 2; 0 is none.
         eos_token_ids: end tokens in the file's order; empty when it names none.
         not_applied: "name=value" of what else the file asks of sampling: nothing here applies it.
     """
@@ -95,8 +92,8 @@ class GenerationDefaults:
             "top_k": ("0 (off) or more", self.top_k >= 0),
             "min_p": ("in [0, 1]", 0 <= self.min_p <= 1),
             "repetition_penalty": ("above 0 and finite", 0 < self.repetition_penalty < inf),
-            "presence_penalty": ("finite", isfinite(self.presence_penalty)),
-            "frequency_penalty": ("finite", isfinite(self.frequency_penalty)),
+            "presence_penalty": ("in [-2, 2]", -2 <= self.presence_penalty <= 2),
+            "frequency_penalty": ("in [-2, 2]", -2 <= self.frequency_penalty <= 2),
         }
         for name, (rule, holds) in rules.items():
             if not holds:

@@ -49,6 +49,21 @@ def test_min_tokens_with_every_token_ending_the_answer_is_refused(engine: Engine
     assert caught.value.parameter == "stop_token_ids"
 
 
+def test_bad_words_that_might_ban_every_token_are_refused_whatever_stands_before_their_ends(engine: Engine) -> None:
+    tokenizer = engine._tokenizer
+    assert tokenizer is not None
+
+    def asked(count: int) -> EngineRequest:
+        words = tuple((5, token_id) for token_id in range(count))
+        params = SamplingParams(bad_words=["x"], min_tokens=2, stop_token_ids=[tokenizer.num_tokens - 1])
+        return EngineRequest(request_id=str(count), prompt=OTHER, params=params, seed=0, max_tokens=8, bad_words=words)
+
+    engine.add(asked(tokenizer.num_tokens - 2))
+    with pytest.raises(InvalidParameterError, match="must leave a token to draw; got all") as caught:
+        engine.add(asked(tokenizer.num_tokens - 1))
+    assert caught.value.parameter == "bad_words"
+
+
 def run(engine: Engine) -> dict[str, tuple[list[int], str | None]]:
     """Run until nothing is left; return each request's tokens and why it ended."""
     tokens: dict[str, list[int]] = {}

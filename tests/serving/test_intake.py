@@ -1,6 +1,7 @@
 """Intake: numbers, names and seeds of requests, and what the model cannot take."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import jaxtyping
 import pytest
@@ -11,6 +12,7 @@ from gdn_jax.serving.core.errors import InvalidParameterError, PromptTooLongErro
 from gdn_jax.serving.engine_types import EngineRequest
 from gdn_jax.serving.intake import Intake, Options, one_per_prompt
 from gdn_jax.serving.prompts import EncodedPrompt
+from gdn_jax.serving.text.tokenizer import GenerationDefaults
 
 PROMPT = EncodedPrompt(text=None, token_ids=[5, 6, 7], turn_borders=(2,))
 
@@ -76,11 +78,31 @@ def test_max_tokens_is_what_the_context_leaves_unless_given(intake: Intake) -> N
     assert intake.take(EncodedPrompt(text=None, token_ids=[1] * 63), SamplingParams(max_tokens=None), Options())
 
 
-def test_a_stop_token_outside_the_vocabulary_is_refused_by_number(intake: Intake) -> None:
-    assert take(intake, stop_token_ids=[319])
-    with pytest.raises(InvalidParameterError, match=r"0\.\.319.*got 320") as caught:
-        take(intake, stop_token_ids=[3, 320])
-    assert caught.value.parameter == "stop_token_ids"
+@pytest.mark.parametrize("name", ["stop_token_ids", "logit_bias"])
+def test_a_token_outside_the_vocabulary_is_refused_by_number(intake: Intake, name: str) -> None:
+    def asked(*token_ids: int) -> object:
+        return list(token_ids) if name == "stop_token_ids" else dict.fromkeys(token_ids, 1.0)
+
+    assert take(intake, **{name: asked(319)})
+    with pytest.raises(InvalidParameterError, match=rf"{name} must be in 0\.\.319.*got 320") as caught:
+        take(intake, **{name: asked(3, 320)})
+    assert caught.value.parameter == name
+
+
+def test_every_completion_gets_the_tokens_of_its_bad_words(intake: Intake) -> None:
+    encode = make_parts().tokenizer.encode
+    _, requests = take(intake, n=2, bad_words=["ab"])
+    assert [request.bad_words for request in requests] == [(tuple(encode("ab")), tuple(encode(" ab")))] * 2
+    assert take(intake)[1][0].bad_words == ()
+
+
+def test_what_the_model_recommends_holds_for_penalties_too() -> None:
+    recommended = GenerationDefaults(
+        temperature=0.7, top_k=20, repetition_penalty=1.05, presence_penalty=1.5, frequency_penalty=0.5
+    )
+    assert Intake(replace(make_parts(), defaults=recommended), seed=3).default_params() == SamplingParams(
+        temperature=0.7, top_k=20, repetition_penalty=1.05, presence_penalty=1.5, frequency_penalty=0.5
+    )
 
 
 @pytest.mark.usefixtures("_no_type_checker")

@@ -27,7 +27,8 @@ MODEL = ModelConfig.from_folder(TINY)
 BLOCK = 64 * 2 * 2 * 2 * 32 * 4
 SLOT = 3 * (4 * 16 * 16 + 3 * 128) * 4 + 48 * 4
 # Per layer the raw convolution input, k, v, and g and beta of 4 heads.
-LANE = 3 * (128 + 2 * 16 + 4 * 16 + 2 * 4) * 4 + 48 * 4
+COUNTS = (MODEL.vocab_size + 31) * 4  # of one lane's history, and the last tokens of its output
+LANE = 3 * (128 + 2 * 16 + 4 * 16 + 2 * 4) * 4 + 48 * 4 + COUNTS
 MIB = 1 << 20
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from gdn_jax.serving import sampling_params
 from gdn_jax.serving.core.errors import InvalidParameterError, RequestError, UnsupportedParameterError
-from gdn_jax.serving.runner import runner, sampling
+from gdn_jax.serving.runner import adjust, runner, sampling
 from gdn_jax.serving.sampling_params import RequestOutputKind, SamplingParams, UnknownParameterError
 
 VLLM_DEFAULTS = {
@@ -68,12 +68,12 @@ def test_names_and_defaults_are_those_of_vllm() -> None:
         ("max_tokens", [None, 1, 10**9]),
         ("min_tokens", [0, 16]),
         ("logprobs", [None, 0, 20]),
-        ("presence_penalty", [0, 0.0, -0.0]),
-        ("frequency_penalty", [0]),
-        ("repetition_penalty", [1]),
+        ("presence_penalty", [0, -0.0, -2, 2, 0.5, np.float32(0.5)]),
+        ("frequency_penalty", [0, -2, 2, 1.5]),
+        ("repetition_penalty", [1, 1e-300, 1e300, 1.05]),
         ("prompt_logprobs", [None, 0, 20]),
-        ("logit_bias", [None, {}]),
-        ("bad_words", [None, [], ()]),
+        ("logit_bias", [None, {}, {0: -100, 319: 2.5, np.int64(4): 1e9}, dict.fromkeys(range(1024), 1)]),
+        ("bad_words", [None, [], (), ["no", " way "], ("a",), ["a" * 256] * 128]),
         *[(flag, [True]) for flag in FLAGS],
     ],
 )
@@ -97,8 +97,10 @@ OUT_OF_RANGE = [
     *[("repetition_penalty", value) for value in (0, -1)],
     *[("stop", value) for value in ("", ["a", ""], [1], 5, b"x", {"a": 1})],
     *[("stop_token_ids", value) for value in (5, "5", [-1], [1.0], ["1"], [True], [None])],
-    *[("bad_words", value) for value in ("word", [1], [""])],
-    *[("logit_bias", value) for value in ([1], "x", 3)],
+    *[("bad_words", value) for value in ("word", [1], [""], [" \n"], ["a"] * 129)],
+    *[("logit_bias", value) for value in ([1], "x", 3, {-1: 1}, {"5": 1}, {1.0: 1}, {True: 1}, {5: "1"}, {5: None})],
+    *[("logit_bias", {5: value}) for value in (math.nan, math.inf, True)],
+    ("logit_bias", dict.fromkeys(range(1025), 1.0)),
 ]
 WRONG_TYPE = [
     *[(name, value) for name in NUMBERS for value in ("1", True, None, [1.0], math.nan, math.inf, -math.inf, 1j)],
@@ -119,20 +121,19 @@ def test_a_bad_value_is_refused_with_its_name_the_value_the_rule_and_a_remedy(na
     assert remedy
 
 
-def test_a_huge_value_does_not_flood_the_message() -> None:
-    with pytest.raises(InvalidParameterError) as caught:
-        SamplingParams(stop=["x" * 10_000] * 1000 + [""])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("stop", ["x" * 10_000] * 1000 + [""]), ("bad_words", ["a", "b" * 257]), ("bad_words", ["a" * 10**6])],
+)
+def test_a_huge_value_does_not_flood_the_message(name: str, value: object) -> None:
+    with pytest.raises(InvalidParameterError, match=f"{name} must be") as caught:
+        SamplingParams(**{name: value})
     assert len(str(caught.value)) < 500
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("presence_penalty", 0.1),
-        ("frequency_penalty", -1),
-        ("repetition_penalty", 1.1),
-        ("logit_bias", {5: -100.0}),
-        ("bad_words", ["no"]),
         ("spaces_between_special_tokens", False),
     ],
 )
@@ -225,3 +226,5 @@ def test_an_output_kind_of_another_type_is_refused(value: object) -> None:
 def test_the_device_side_has_the_same_limits_which_it_may_not_import() -> None:
     assert sampling._GREEDY_BELOW == sampling_params.GREEDY_BELOW
     assert runner.MAX_LOGPROBS == sampling_params.MAX_LOGPROBS
+    assert adjust.MAX_BIASES == sampling_params.MAX_BIASES
+    assert adjust.MAX_WORDS == 2 * sampling_params.MAX_BAD_WORDS  # each with and without a blank before it

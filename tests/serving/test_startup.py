@@ -149,11 +149,11 @@ def test_quantized_weights_that_are_asked_for_and_not_there_are_refused_by_name(
 def test_what_generation_config_asks_for_in_vain_is_warned_of_once(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    change(folder / "generation_config.json", repetition_penalty=1.1)
+    change(folder / "generation_config.json", repetition_penalty=1.1, num_beams=4)
     with caplog.at_level(logging.WARNING, "gdn_jax"):
         start(folder, load_format="dummy")
     warnings = [record.getMessage() for record in caplog.records]
-    assert len([line for line in warnings if "repetition_penalty=1.1" in line]) == 1
+    assert len([line for line in warnings if "asks for num_beams=4, which is not applied" in line]) == 1
 
 
 def test_another_tokenizers_folder_brings_no_end_tokens_and_no_sampling(folder: Path, tmp_path: Path) -> None:

@@ -203,17 +203,17 @@ def test_generation_defaults_are_read_and_unknown_keys_ignored(folder: Path) -> 
     write_generation_config(
         folder, do_sample=True, temperature=1, top_p=0.8, top_k=20, min_p=None, presence_penalty=1.5, max_length=20
     )
-    expected = GenerationDefaults(
-        temperature=1.0, top_p=0.8, top_k=20, presence_penalty=1.5, not_applied=("presence_penalty=1.5",)
-    )
+    expected = GenerationDefaults(temperature=1.0, top_p=0.8, top_k=20, presence_penalty=1.5)
     assert Tokenizer(folder, 512).generation_defaults == expected
 
 
 def test_what_the_file_asks_for_and_nothing_applies_is_named_unless_it_asks_for_nothing(folder: Path) -> None:
     write_generation_config(
-        folder, repetition_penalty=1.05, no_repeat_ngram_size=0, num_beams=4, bad_words_ids=None, typical_p=1.0
+        folder, repetition_penalty=1.05, no_repeat_ngram_size=3, num_beams=4, bad_words_ids=None, typical_p=1.0
     )
-    assert GenerationDefaults.from_folder(folder).not_applied == ("repetition_penalty=1.05", "num_beams=4")
+    found = GenerationDefaults.from_folder(folder)
+    assert found.not_applied == ("no_repeat_ngram_size=3", "num_beams=4")
+    assert found.repetition_penalty == 1.05
 
 
 def test_a_tokenizer_from_elsewhere_brings_neither_end_tokens_nor_sampling(folder: Path, tmp_path: Path) -> None:
@@ -247,6 +247,8 @@ def test_do_sample_false_means_greedy_and_a_negative_top_k_off(folder: Path) -> 
         ("min_p", 2),
         ("repetition_penalty", 0),
         ("presence_penalty", float("inf")),
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", -2.1),
         ("frequency_penalty", [1]),
     ],
 )

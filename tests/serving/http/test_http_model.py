@@ -6,6 +6,7 @@ import random
 import signal
 import subprocess
 import sys
+from typing import Any
 from unittest.mock import patch
 
 import httpx
@@ -13,9 +14,12 @@ import numpy as np
 import pytest
 from http_rig import LiveServer, joined, live_server, streamed, texts_of
 from oracles.engine_rig import LOGPROB_ERROR, SETTINGS, TINY, make_llm, one_shape, random_ids, tiny_oracle
+from oracles.numpy_adjust import Wishes, assert_chosen
 
 from gdn_jax import AsyncLLM, SamplingParams
 from gdn_jax.serving import startup
+from gdn_jax.serving.bad_words import bad_word_tokens
+from gdn_jax.serving.text.tokenizer import Tokenizer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 GREEDY = {"temperature": 0, "ignore_eos": True}
@@ -150,6 +154,7 @@ def test_after_disconnects_every_slot_is_back_and_a_greedy_answer_unchanged(tiny
         ({"prompt": [320]}, "prompt"),
         ({"prompt": "a", "logit_bias": {"999999": 5}}, "logit_bias"),
         ({"prompt": "a", "logit_bias": {"-1": 5}}, "logit_bias"),
+        ({"prompt": "a", "bad_words": ["?" * 40]}, "bad_words"),
         ({"prompt": [5] * 512}, None),
         ({"prompt": "a", "max_tokens": 10**9}, None),
     ],
@@ -170,6 +175,41 @@ def test_what_the_engine_refuses_is_a_400_beside_a_request_that_goes_on(
     assert refused.status_code == 400
     assert parameter is None or refused.json()["error"]["param"] == parameter
     assert texts_of(other.json()) == alone
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("presence_penalty", 2),
+        ("frequency_penalty", 1.5),
+        ("repetition_penalty", 1.5),
+        ("logit_bias", {"5": 9, "70": 8.5, "319": 100}),
+        ("bad_words", ["P", ";"]),
+    ],
+)
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_a_parameter_that_adjusts_logits_gives_the_tokens_of_the_adjusted_logits(
+    tiny: LiveServer, path: str, field: str, value: Any
+) -> None:
+    messages = [USER]
+    prompt = count(tiny, messages)
+    body: dict[str, Any] = {"max_tokens": 20, "return_tokens_as_token_ids": True, **GREEDY}
+    body |= {"prompt": prompt, "logprobs": 0} if path == COMPLETIONS else {"messages": messages, "logprobs": True}
+
+    def answer(**fields: Any) -> list[int]:
+        (choice,) = tiny.post(path, body | fields).json()["choices"]
+        reported = choice["logprobs"]
+        names = reported["tokens"] if path == COMPLETIONS else [each["token"] for each in reported["content"]]
+        return [int(name.removeprefix("token_id:")) for name in names]
+
+    asked = {int(token): bias for token, bias in value.items()} if field == "logit_bias" else value
+    if field == "bad_words":
+        asked = bad_word_tokens(value, Tokenizer(TINY, 320))
+    tokens, oracle = answer(**{field: value}), tiny_oracle()
+    assert len(tokens) == 20
+    assert tokens != answer()
+    raw = oracle.model.logits([*prompt, *tokens[:-1]])[len(prompt) - 1 :]
+    assert_chosen(raw, Wishes(**{field: asked}), prompt, tokens, num_tokens=318, error=LOGPROB_ERROR)
 
 
 SYSTEM = {"role": "system", "content": "Be brief."}
