@@ -5,8 +5,8 @@
                    hand, emit the drafts that stand and one token more
     place_history  put what a sequence holds on the lane that its request got
 
-Where the engine drafts, both steps end with the MTP head: entries for all tokens that now stand, and drafts for the next
-step, which stay on the device.
+Where the engine drafts, both steps end with the MTP head: entries for all tokens that now stand, and drafts for the
+next step, which stay on the device.
 
 A step traces once per bucket: everything static is in `StepStatic` and the shapes. Outputs are the words of
 `outputs.py`.
