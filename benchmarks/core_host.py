@@ -136,7 +136,9 @@ class Host:
         if not rows:
             return None
         batch = build_advance(rows, self._tables, self._buckets, window=1 + self._num_drafts)
-        return batch, self._lanes.gather(np.asarray(batch.lane))
+        emits = np.zeros(batch.lane.shape, np.bool_)
+        emits[: len(rows)] = [row.emits for row in rows]
+        return batch, self._lanes.gather(np.asarray(batch.lane), emits)
 
     def _check(self, plan: StepPlan, batch: AdvanceBatch, sampled: SampledRows) -> None:
         lanes = [row.lane for row in plan.rows]

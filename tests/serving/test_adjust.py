@@ -245,16 +245,6 @@ def test_a_bias_never_brings_back_an_id_without_text_or_a_banned_end_token() -> 
     assert jax.jit(choose)(logits, position).tolist() == [[4, 4, 2, 2], *[[0] * 4] * 3]
 
 
-def test_a_lane_that_was_released_adjusts_nothing_for_whoever_has_it_next() -> None:
-    lanes = LaneSampling(2)
-    lanes.assign(0, RowSampling(), None, as_numbers(ALL))
-    nobody = LaneSampling(2)._host
-    assert any(not np.array_equal(lanes._host[name], nobody[name]) for name in nobody)
-    lanes.assign(0, RowSampling(), None)
-    for name, array in nobody.items():
-        np.testing.assert_array_equal(lanes._host[name], array)
-
-
 def test_what_is_not_asked_for_costs_no_history() -> None:
     """Rows that do not adjust, rows of padding, and tokens beyond those emitted leave every lane as it was."""
     crowd = Crowd([OFF, ALL], [[1], [2]], [0, 3])
