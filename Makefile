@@ -13,6 +13,8 @@ PYTHON_IN_VENV := .venv/bin/python
 # threads where cores are few, and the oracles are made of them.
 PYTEST := -m pytest -n auto --maxprocesses 4 --dist loadfile
 export OPENBLAS_NUM_THREADS := 1
+# Bytecode is kept whatever the environment says: each worker and each command line of a test imports the same modules.
+unexport PYTHONDONTWRITEBYTECODE
 
 DEMO_MODEL := tests/golden/tiny-hybrid
 DEMO_PROMPT := The river
