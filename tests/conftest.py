@@ -13,11 +13,11 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 install_import_hook("gdn_jax", "beartype.beartype")  # before any test imports a module of ours
 
-# Most of the suite's time goes to compiling; what an earlier run compiled is read back. Processes that run side by side
-# have a folder each, since one may read what another has written half.
-WORKER = os.environ.get("PYTEST_XDIST_WORKER", "main")
-COMPILED = Path(__file__).resolve().parents[1] / ".cache" / "compiled" / WORKER
+# Most of the suite's time goes to compiling; what any process of this or an earlier run compiled is read back. The
+# cache is bounded because a bounded one takes a lock (filelock's): else one could read what another has half written.
+COMPILED = Path(__file__).resolve().parents[1] / ".cache" / "compiled"
 jax.config.update("jax_compilation_cache_dir", str(COMPILED))
+jax.config.update("jax_compilation_cache_max_size", 2**30)  # bytes
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 GOLDEN = Path(__file__).resolve().parents[2] / "shared" / "golden"
