@@ -46,3 +46,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         item.config.stash[IS_PLAIN] = plain
         jax.clear_caches()
         jax.config.update("jax_disable_most_optimizations", plain)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the files of serving that compile steps first and those that reason about the host alone last.
+
+    Files go to whichever worker is free, and a long one that starts last leaves the others idle.
+    """
+
+    def rank(item: pytest.Item) -> int:
+        if PLAIN_STEPS not in item.path.parents:
+            return 1
+        compiles = {"jax", "make_llm", "make_runner"} & vars(getattr(item, "module", item)).keys()
+        return 0 if compiles else 2
+
+    items.sort(key=rank)
