@@ -7,6 +7,7 @@ sizes and their defaults.
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,14 @@ _RARE = 0.25  # factor on the rows of unreadable tokens
 _PADDING = 0.02  # factor on the rows without a token: releases leave them untrained
 
 
-def write_checkpoint(folder: str | Path, family: str, seed: int, **sizes: Any) -> Path:
+def write_checkpoint(
+    folder: str | Path,
+    family: str,
+    seed: int,
+    *,
+    edit: Callable[[dict[str, np.ndarray]], None] | None = None,
+    **sizes: Any,
+) -> Path:
     """Write a checkpoint and return its folder.
 
     Args:
@@ -28,6 +36,7 @@ def write_checkpoint(folder: str | Path, family: str, seed: int, **sizes: Any) -
         family: one of the families of the module docstring.
         seed: of the weights; a tensor depends on it and on the tensor's own unprefixed name only, so the same seed and
             sizes are the same model in every layout (up to FP8 rounding).
+        edit: changes the random weights, by their unprefixed names, before they are stored.
         **sizes: any field of `CheckpointSizes`.
 
     Raises:
@@ -38,7 +47,10 @@ def write_checkpoint(folder: str | Path, family: str, seed: int, **sizes: Any) -
     folder.mkdir(parents=True, exist_ok=True)
     base, chosen = resolve(family, sizes)
     ids = _special_ids(chosen)
-    tensors = stored_weights(base, chosen, common_weights(base, chosen, seed, _token_scales(chosen)), seed)
+    weights = common_weights(base, chosen, seed, _token_scales(chosen))
+    if edit is not None:
+        edit(weights)
+    tensors = stored_weights(base, chosen, weights, seed)
     quantized_not = [name.removesuffix(".weight") for name in tensors if f"{name}_scale_inv" not in tensors]
     quantized_not = [name for name in quantized_not if not name.endswith("_scale_inv")]
     _write_json(folder / "config.json", config_json(base, chosen, ids, quantized_not))
