@@ -165,9 +165,7 @@ def assert_same_answers(found: Sequence[RequestOutput], expected: Sequence[Reque
             assert abs(ours.cumulative_logprob - total) < 1e-6 * (1 + abs(total))
 
 
-def force_drafts(
-    llm: LLM, texts: Sequence[Sequence[int]], num_right: Callable[[RowPlan], int]
-) -> None:
+def force_drafts(llm: LLM, texts: Sequence[Sequence[int]], num_right: Callable[[RowPlan], int]) -> None:
     """Put drafts of our own in place of those that rows are about to verify.
 
     Args:
@@ -185,11 +183,11 @@ def force_drafts(
         return [token if index < num_right(row) else (token + 1) % 256 for index, token in enumerate(right)]
 
     def forced(plan: StepPlan) -> StepResult:
-        drafts = np.array(runner.state.drafts)
+        drafts = np.array(runner.device.drafts)
         for row in plan.rows:
             if row.num_drafts:
                 drafts[row.lane, : row.num_drafts] = drafts_for(row)
-        runner._state = replace(runner.state, drafts=jnp.asarray(drafts))
+        runner._device = replace(runner.device, drafts=jnp.asarray(drafts))
         return run(plan)
 
     runner.run = forced  # type: ignore[method-assign]

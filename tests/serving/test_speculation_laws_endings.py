@@ -6,6 +6,7 @@ window; what plain decode gives is the measure, and the answer itself is known b
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -245,7 +246,7 @@ def test_a_stream_tells_the_same_in_other_pieces(perfect: Markov, depth: int) ->
             assert len(deltas) <= len(whole.outputs[0].token_ids)
             cumulative = pieces(llm, prompt, asked)
             assert_same_answers(cumulative[-1:], [whole])
-            for earlier, later in zip(cumulative, cumulative[1:], strict=False):
+            for earlier, later in pairwise(cumulative):
                 assert later.outputs[0].text.startswith(earlier.outputs[0].text)
                 assert later.outputs[0].token_ids[: len(earlier.outputs[0].token_ids)] == earlier.outputs[0].token_ids
 
@@ -371,9 +372,7 @@ def test_an_interrupted_step_sends_its_rows_back_without_their_drafts(
 
 def test_both_names_of_the_setting_mean_the_same(perfect: Markov) -> None:
     ours = make_spec_llm(perfect.folder, 2)
-    theirs = make_llm(
-        perfect.folder, **ONE_SHAPE, speculative_config={"method": "mtp", "num_speculative_tokens": 2}
-    )
+    theirs = make_llm(perfect.folder, **ONE_SHAPE, speculative_config={"method": "mtp", "num_speculative_tokens": 2})
     assert ours.config == theirs.config
     for llm in (ours, theirs):
         windows = record_windows(llm)

@@ -1,7 +1,7 @@
 """The same tokens with and without drafts, however they are computed; as many tokens a step as drafts stand.
 
-A float64 oracle judges the answers of a random model, its log probabilities too, and the drafts behind them. Pools start
-full of NaN. On models that are a table (see `oracles.markov`) it is known after which tokens the head is right.
+A float64 oracle judges the answers of a random model, its log probabilities too, and the drafts behind them. Pools
+start full of NaN. On models that are a table (see `oracles.markov`) it is known after which tokens the head is right.
 """
 
 import random
@@ -206,7 +206,10 @@ def test_a_window_over_a_boundary_leaves_the_right_state_whatever_is_rejected(or
                 oracle.check(
                     output.prompt_token_ids,
                     report.token_ids,
-                    [entry[token].logprob for token, entry in zip(report.token_ids, report.logprobs or [], strict=True)],
+                    [
+                        entry[token].logprob
+                        for token, entry in zip(report.token_ids, report.logprobs or [], strict=True)
+                    ],
                 )
             seen |= {(window.start, window.num_accepted) for window in windows if window.num_drafts == depth}
             turns = ask(llm, [[*text[:-depth], 7] for text in texts[:2]], greedy(2))
@@ -300,7 +303,9 @@ def test_as_many_drafts_stand_as_the_head_gets_right(mixed: Markov, depth: int) 
 
 
 def sampled(seed: int | None, **params: float) -> SamplingParams:
-    return SamplingParams(**{"temperature": 1.0, "seed": seed, "max_tokens": 24, "ignore_eos": True, "logprobs": 3} | params)
+    return SamplingParams(
+        **{"temperature": 1.0, "seed": seed, "max_tokens": 24, "ignore_eos": True, "logprobs": 3} | params
+    )
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
