@@ -66,11 +66,13 @@ def shared_model(config: EngineConfig, *choices: Any, show_progress: bool) -> La
     return _MODELS[key]
 
 
-def make_llm(folder: str | Path = TINY, **settings: Any) -> LLM:
+def make_llm(
+    folder: str | Path = TINY, *, choose_buckets: Callable[..., Buckets] = one_row_count, **settings: Any
+) -> LLM:
     """Start an engine on pools full of NaN; settings as for LLM, with small defaults."""
     with (
         patch.object(startup, "PoolSizes", one_shape),
-        patch.object(startup, "make_buckets", one_row_count),
+        patch.object(startup, "make_buckets", choose_buckets),
         patch.object(startup, "_load", shared_model),
     ):
         llm = LLM(str(folder), **SETTINGS | settings)

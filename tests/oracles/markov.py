@@ -53,13 +53,15 @@ END_CLASS = NUM_CLASSES - 2  # of <|im_end|>; <|endoftext|> follows
 NUM_TOKENS = checkpoint_text.num_tokens(VOCABULARY)
 
 
-def successor_table(seed: int = 0) -> np.ndarray:
-    """Return logits [classes, classes] under which each class is followed by the next one, and the last by the first.
+def successor_table(period: int = NUM_CLASSES) -> np.ndarray:
+    """Return logits [classes, classes] under which each class is followed by the next one, up to `period` of them.
 
-    The others' logits are random and at most half of PEAK: at temperature 1 one token in three is another.
+    The last of those, and the classes beyond, are followed by the first. All other logits are random and at most half
+    of PEAK: at temperature 1 one token in three is another.
     """
-    table = np.random.RandomState(seed).uniform(0.0, PEAK / 2, (NUM_CLASSES, NUM_CLASSES))
-    table[np.arange(NUM_CLASSES), (np.arange(NUM_CLASSES) + 1) % NUM_CLASSES] = PEAK
+    table = np.random.RandomState(0).uniform(0.0, PEAK / 2, (NUM_CLASSES, NUM_CLASSES))
+    classes = np.arange(NUM_CLASSES)
+    table[classes, np.where(classes < period, (classes + 1) % period, 0)] = PEAK
     return table
 
 

@@ -1,7 +1,8 @@
 """Engines that speculate, and what their verify rows did; small models on which every draft is known or can be forced.
 
-All engines made here run one prefill and one advance shape per number of drafts, whatever the test asks for, and all
-models have the same sizes, so that steps are compiled once per number of drafts.
+All engines made here run one prefill and one advance shape per number of drafts that their steps are compiled for,
+whatever the test asks for, and all models have the same sizes. A step costs as much time to compile as hundreds of
+thousands of tokens take to run, so most tests have one such number, and cut drafts to fewer on the host.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,21 +13,39 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from oracles.checkpoints import write_checkpoint
-from oracles.engine_rig import LOGPROB_ERROR, Oracle, make_llm, runner_of, scheduler_of
+from oracles.engine_rig import LANES, LOGPROB_ERROR, Oracle, make_llm, runner_of, scheduler_of
 from oracles.markov import NUM_TOKENS, SIZES
 
 from gdn_jax import LLM, RequestOutput
 from gdn_jax.serving.core.plan import Phase, RowPlan, StepPlan, StepResult
-from gdn_jax.serving.core.request import RequestId
+from gdn_jax.serving.runner.buckets import Buckets
 
 DEPTHS = (1, 2, 3, 4)  # drafts per step
-ONE_SHAPE: dict[str, Any] = {"deterministic": True, "max_num_batched_tokens": 64, "state_interval": 64}
 _CLEAR = 1e-3  # a gap between first and second choice that float32 sees as float64 does
+_SETTINGS: dict[str, Any] = {"max_num_batched_tokens": 64, "state_interval": 64}
 
 
-def make_spec_llm(folder: str | Path, depth: int, **settings: Any) -> LLM:
-    """Start an engine on pools full of NaN that drafts `depth` tokens a step; settings as for LLM."""
-    return make_llm(folder, **ONE_SHAPE | ({"speculative_tokens": depth} if depth else {}) | settings)
+def one_bucket(*, budget: int, max_model_len: int, block_size: int, **sizes: Any) -> Buckets:
+    """One size per phase, with room for every engine made here."""
+    assert budget <= 2 * block_size
+    assert max_model_len <= 8 * block_size
+    return Buckets(prefill=((2 * block_size, LANES),), advance_rows=(LANES,), table_blocks=(8,))
+
+
+def make_spec_llm(folder: str | Path, depth: int, *, compiled: int | None = None, **settings: Any) -> LLM:
+    """Start an engine on pools full of NaN.
+
+    Args:
+        folder: of the model.
+        depth: drafts per step.
+        compiled: drafts that the steps make; all but the first `depth` are cut on the host. None: `depth`.
+        settings: as for LLM.
+    """
+    made = depth if compiled is None else compiled
+    llm = make_llm(folder, choose_buckets=one_bucket, **_SETTINGS | {"speculative_tokens": made} | settings)
+    if depth < made:
+        limit_drafts(llm, lambda: depth)
+    return llm
 
 
 class Window(NamedTuple):
@@ -46,7 +65,7 @@ class Window(NamedTuple):
     @property
     def num_accepted(self) -> int:
         """Return how many drafts stood."""
-        return len(self.emitted) - 1
+        return max(len(self.emitted) - 1, 0)
 
 
 def record_windows(llm: LLM) -> list[Window]:
@@ -177,7 +196,7 @@ def force_drafts(llm: LLM, texts: Sequence[Sequence[int]], num_right: Callable[[
     run = runner.run
 
     def drafts_for(row: RowPlan) -> list[int]:
-        known = scheduler.get(RequestId(row.request_id)).tokens
+        known = scheduler.get(row.request_id).tokens
         (text,) = {tuple(text[: row.end]) for text in texts if list(text[: len(known)]) == list(known)}
         right = text[len(known) : row.end]
         return [token if index < num_right(row) else (token + 1) % 256 for index, token in enumerate(right)]
