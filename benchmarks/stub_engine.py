@@ -153,6 +153,10 @@ class StubEngine:
             hit_tokens=0,
             preemptions=0,
             compilations=0,
+            verified_rows=0,
+            drafted_tokens=0,
+            accepted_tokens=0,
+            accepted_by_position=(0, 0, 0),
         )
 
     def shutdown(self) -> None:

@@ -159,8 +159,7 @@ def adjust_logits(
         changed = _add_biases(changed, rows, _ends_of_words(rows, history, after, num_after))
         return jnp.where(adjusts[:, None, None], changed, logits)
 
-    # A loop of one round or none owns its logits, where a branch that returns them as they are copies them on a GPU:
-    # masking 64 windows of 4 tokens and choosing takes 334 us on an H200 (V 248,320), 339 with this loop, 405 with it.
+    # A loop of one round or none owns its logits, where a branch that returns them as they are copies them on a GPU.
     return jax.lax.fori_loop(0, adjusts.any().astype(jnp.int32), adjusted, logits)
 
 
