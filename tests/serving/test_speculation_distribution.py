@@ -84,8 +84,12 @@ def texts_of(model: Markov, params: dict[str, Any], depth: int) -> tuple[list[li
     """Sample many completions of two prompts; return them with the token before each, and the rows behind them."""
     llm = make_spec_llm(model.folder, depth, compiled=DEPTH)
     windows = record_windows(llm)
-    asked = SamplingParams(n=NUM_COMPLETIONS, seed=7, max_tokens=NUM_TOKENS, detokenize=False, **params)
-    outputs = ask(llm, [prompt_before(1, 3), prompt_before(5, 3)], asked)
+    # Of equal seeds the noise would be equal too, and the completions of one prompt no witnesses beside the other's.
+    asked = [
+        SamplingParams(n=NUM_COMPLETIONS, seed=seed, max_tokens=NUM_TOKENS, detokenize=False, **params)
+        for seed in (7, 8)
+    ]
+    outputs = ask(llm, [prompt_before(1, 3), prompt_before(5, 3)], *asked)
     texts = [[output.prompt_token_ids[-1], *one.token_ids] for output in outputs for one in output.outputs]
     assert len(texts) == 2 * NUM_COMPLETIONS
     return texts, windows

@@ -268,7 +268,7 @@ def test_twins_in_one_step_read_nothing_that_the_other_is_writing(oracle: DraftO
 
 def test_drafts_are_cut_before_anybody_is_preempted(perfect: Markov) -> None:
     """Both rows want a block for their drafts; the second one runs without, and is only later preempted."""
-    llm = make(perfect.folder, num_blocks=3, max_model_len=128)
+    llm = make(perfect.folder, num_blocks=3, max_model_len=128, max_num_batched_tokens=128)
     windows, plans = record_windows(llm), record_plans(llm)
     prompts = [prompt_before(0, 62), prompt_before(9, 62)]
     streams = [llm.stream(prompt, greedy(12)) for prompt in prompts]
@@ -283,7 +283,7 @@ def test_drafts_are_cut_before_anybody_is_preempted(perfect: Markov) -> None:
 
 
 def test_only_as_many_drafts_are_cut_as_the_blocks_at_hand_ask_for(perfect: Markov) -> None:
-    llm = make(perfect.folder, num_blocks=3, max_model_len=128)
+    llm = make(perfect.folder, num_blocks=3, max_model_len=128, max_num_batched_tokens=128)
     windows, plans = record_windows(llm), record_plans(llm)
     prompts = [prompt_before(0, 62), prompt_before(9, 61)]
     outputs = ask(llm, prompts, greedy(6))

@@ -161,8 +161,8 @@ def test_below_min_tokens_each_place_of_a_window_has_its_own_ban(perfect: Markov
         outputs = both(perfect, depth, prompts, *asked)
         for count, output in enumerate(outputs):
             tokens = output.outputs[0].token_ids
-            assert not {END, OTHER_END} & set(tokens[: count - 1] if count else [])
-            assert len(tokens) == back + 1 if count <= back + 1 else len(tokens) >= count
+            assert not {END, OTHER_END} & set(tokens[:count])
+            assert len(tokens) == back + 1 if count <= back else len(tokens) > count
     llm = make(perfect.folder, depth)
     windows = record_windows(llm)
     ask(llm, [prompt_before(END_CLASS - 2, 20)], params(min_tokens=24, max_tokens=24))
@@ -234,7 +234,8 @@ def test_a_stream_tells_the_same_in_other_pieces(perfect: Markov, depth: int) ->
             assert "".join(one.text for one in deltas) == whole.outputs[0].text
             assert [token for one in deltas for token in one.token_ids] == whole.outputs[0].token_ids
             assert sum(len(one.logprobs or []) for one in deltas) == len(whole.outputs[0].token_ids)
-            assert not any("\ufffd" in one.text for one in deltas[:-1])
+            if kind not in (28, 29):  # those answers begin inside a character
+                assert not any("\ufffd" in one.text for one in deltas[:-1])
             assert [one.finish_reason for one in deltas[:-1]] == [None] * (len(deltas) - 1)
             assert len(deltas) <= len(whole.outputs[0].token_ids)
             cumulative = pieces(llm, prompt, asked)
