@@ -24,6 +24,7 @@ from gdn_jax.serving.runner.runner import Runner
 REFERENCE = ("tiny-next-dense", "tiny-next-moe", "tiny-q35-dense", "tiny-q35-moe", "tiny-q35-moe-fp8")
 OWN = ("tiny-hybrid", "tiny-next-moe")
 NUM_TOKENS = 32
+MOST_DRAFTS = 3
 
 
 def any_token(model: LanguageModel, *parts: Any, num_valid_tokens: int) -> Runner:
@@ -33,17 +34,17 @@ def any_token(model: LanguageModel, *parts: Any, num_valid_tokens: int) -> Runne
 
 
 @cache
-def make(folder: Path, depth: int) -> LLM:
-    """Start an engine; it is used for both prompts, since its steps take long to compile."""
+def make(folder: Path) -> LLM:
+    """Start an engine; it is used for both prompts and every number of drafts, since its steps take long to compile."""
     with patch.object(startup, "Runner", any_token):
-        settings = {"max_num_batched_tokens": 128, "speculative_tokens": depth}
+        settings = {"max_num_batched_tokens": 128, "speculative_tokens": MOST_DRAFTS}
         return make_llm(folder, choose_buckets=one_bucket, **settings)
 
 
 class Rounds:
-    """Keeps the drafts at hand before each verify row, and how many of them stood."""
+    """Keeps the drafts at hand before each verify row, and how many of them stood; lets rows verify `depth` at most."""
 
-    def __init__(self, llm: LLM) -> None:
+    def __init__(self, llm: LLM, depth: int) -> None:
         self.drafts: list[list[int]] = []
         self.accepted: list[int] = []
         runner = runner_of(llm)
@@ -51,12 +52,13 @@ class Rounds:
 
         def keep(plan: StepPlan) -> StepResult:
             (row,) = plan.rows
-            drafts = np.asarray(runner.device.drafts)[row.lane].tolist()
+            drafts = np.asarray(runner.device.drafts)[row.lane, :depth].tolist()
             result = run(plan)
             if row.phase is Phase.VERIFY:
                 self.drafts.append(drafts)
                 self.accepted.append(len(result.rows[0].tokens) - 1)
-            return result
+            (found,) = result.rows
+            return StepResult(rows=(found._replace(num_drafts=min(found.num_drafts, depth)),))
 
         runner.run = keep  # type: ignore[method-assign]
 
@@ -64,8 +66,8 @@ class Rounds:
 def check(folder: Path, depth: int, length: int) -> None:
     """Compare a recorded prompt's rounds; the recorded last one may run past the tokens asked for, the engine's not."""
     want = load_file(folder / "golden.safetensors")
-    llm = make(folder, depth)
-    rounds = Rounds(llm)
+    llm = make(folder)
+    rounds = Rounds(llm, depth)
     prompt = want[f"greedy{length}.prompt"].tolist()
     llm.reset_prefix_cache()
     (output,) = ask(llm, [prompt], greedy(NUM_TOKENS, detokenize=False))
