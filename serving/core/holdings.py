@@ -121,7 +121,7 @@ class Holdings:
             raise InvariantError(f"request {request.request_id} was admitted without what was counted for it")
         request.slot, request.read_anchor, request.lane = slot, hit.slot, self._lanes.pop()
         request.blocks, request.num_sent_blocks = [*hit.blocks, *own], 0
-        request.folded, request.num_replay, request.num_drafts = hit.length, 0, 0
+        request.folded, request.num_replay, request.num_drafts, request.has_pending = hit.length, 0, 0, False
         request.publishes = True
         request.placed = self.placement.placed(
             num_prompt=request.num_prompt,

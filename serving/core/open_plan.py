@@ -1,7 +1,9 @@
 """A plan while it is being made: its rows so far, what is left of the budget, and the saves that its rows want.
 
-There are no phases here, only tokens still to compute: a request whose known tokens are all computed but the newest
-decodes, any other prefills. Slots for saves are reserved last, when every row has its own resources.
+A request decodes once a row of its lane has emitted its newest token, and prefills until then. How many tokens are left
+to compute does not tell: one that comes back from preemption to all tokens but the newest prefills that one, since the
+device has made nothing of it, the MTP head's entry neither. Slots for saves are reserved last, when every row has its
+own resources.
 """
 
 from collections.abc import Callable
@@ -40,10 +42,10 @@ class OpenPlan:
         """Plan a row for a running request, if it gets one in this step."""
         if request.status is Status.CLOSING:
             row = self._row(request, Phase.DECODE, start=request.close_at, tokens=())
-        elif request.num_replay == 0 and (request.num_output == 0 or request.folded < request.num_known - 1):
-            row = self._prefill(request)
-        else:
+        elif request.has_pending:
             row = self._decode(request)
+        else:
+            row = self._prefill(request)
         if row is not None:
             self._rows.append(row)
 

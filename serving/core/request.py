@@ -73,6 +73,7 @@ class Request:
     folded: int = 0
     num_replay: int = 0
     num_drafts: int = 0  # drafts at hand on the device
+    has_pending: bool = False  # whether a row of this lane emitted the newest token, and so left its MTP entry
     placed: frozenset[int] = frozenset()  # boundaries of its prefill worth a placed checkpoint
     rolling: BlockHash | None = None  # its newest checkpoint made by a fold
     rolling_at: int = 0
@@ -107,4 +108,4 @@ class Request:
         """
         self.lane, self.slot, self.read_anchor, self.pinned = -1, NULL_SLOT, NULL_SLOT, None
         self.blocks, self.num_sent_blocks = [], 0
-        self.folded, self.num_replay, self.num_drafts = 0, 0, 0
+        self.folded, self.num_replay, self.num_drafts, self.has_pending = 0, 0, 0, False

@@ -257,6 +257,7 @@ class Scheduler:
             request.folded = row.start
             request.num_replay = len(result.tokens)  # the pending token and the accepted drafts
         request.num_drafts = result.num_drafts
+        request.has_pending |= bool(result.tokens)
         request.tokens.extend(result.tokens[: cut.num_kept])
         if request.finish is None:  # else it was aborted while the step ran
             request.finish = cut.finish if result.finite else FinishReason.ERROR

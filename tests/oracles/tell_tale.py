@@ -45,6 +45,7 @@ class TellTaleRunner:
     tables: dict[int, list[int]] = field(default_factory=dict)
     windows: dict[int, list[int]] = field(default_factory=dict)  # replay windows by lane
     drafts: dict[int, list[int]] = field(default_factory=dict)  # by lane
+    emitted: set[int] = field(default_factory=set)  # lanes whose newest token a row of theirs emitted
     salts: tuple[bytes, ...] = (b"",)  # cache salts in use, for the audit
     num_accepted: int = 0
     audited: dict[bytes, object] = field(default_factory=dict)  # content last found right, by name
@@ -141,6 +142,7 @@ class TellTaleRunner:
         if row.table_start == 0:
             table.clear()
             self.windows[row.lane], self.drafts[row.lane] = [], []
+            self.emitted.discard(row.lane)
         if row.table_start != len(table):
             raise TellTaleError(f"{row.request_id}: new blocks start at {row.table_start}, the table has {len(table)}")
         table.extend(row.new_blocks)
@@ -166,6 +168,8 @@ class TellTaleRunner:
             saved.append(export.boundary)
         writes[row.write_anchor] = after
         tokens = (next_token(after, self.vocabulary),) if row.emits else ()
+        if tokens:  # a drafter makes its own entry of the token here, and needs it from then on
+            self.emitted.add(row.lane)
         drafts = self._make_drafts(row, (*after, *tokens)) if tokens else 0
         return RowResult(tokens=tokens, saved=tuple(saved), num_drafts=drafts)
 
@@ -187,6 +191,8 @@ class TellTaleRunner:
         writes[row.write_anchor] = folded
         if not row.tokens:
             return RowResult(tokens=(), saved=tuple(saved))
+        if row.lane not in self.emitted:
+            raise TellTaleError(f"{row.request_id} decodes a token that no row of its lane emitted")
         drafts = self.drafts[row.lane][: row.num_drafts]
         if len(drafts) < row.num_drafts:
             raise TellTaleError(f"{row.request_id} verifies {row.num_drafts} drafts, {len(drafts)} are at hand")

@@ -38,6 +38,7 @@ from oracles.speculation_rig import (
     DraftOracle,
     Window,
     accepted,
+    limit_drafts,
     make_spec_llm,
     record_windows,
     write_little,
@@ -264,6 +265,34 @@ def test_twins_in_one_step_read_nothing_that_the_other_is_writing(oracle: DraftO
 
 
 # Shortage.
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("num_known", [65, 66, 127, 129])
+def test_who_comes_back_with_any_number_of_tokens_has_every_entry_made(
+    oracle: DraftOracle, num_known: int, drafts: int
+) -> None:
+    """Above all with all but the newest token in the cache, or at the end of a chunk: nobody else makes its entry."""
+    llm = make(oracle.folder, audit=True)
+    limit_drafts(llm, lambda: drafts)
+    scheduler, lost = scheduler_of(llm), list[int]()
+    prompt = random_ids(5, 64 if num_known < 100 else 100, 200)
+    stream = llm.stream(prompt, greedy(80))
+    while not lost:
+        step(llm)
+        (request,) = scheduler.running()
+        if request.num_known >= num_known:
+            lost.append(request.num_known)
+            scheduler._preempt(request)
+            poison_what_nobody_owns(llm)
+    if drafts == 0 or num_known == 65:
+        assert lost == [num_known]
+    output = list(stream)[-1]
+    assert llm.stats().preemptions == 1
+    assert_right([output], oracle)
+    (again,) = ask(llm, [[*prompt, *output.outputs[0].token_ids]], greedy(8))
+    assert again.num_cached_tokens == floor(len(prompt) + 80 - 1)
+    assert_right([again], oracle)
 
 
 def test_drafts_are_cut_before_anybody_is_preempted(perfect: Markov) -> None:

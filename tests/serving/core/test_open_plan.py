@@ -49,7 +49,7 @@ def test_a_pending_token_and_a_closing_row_take_no_budget() -> None:
     rig = make_rig()
     pending, closing = admitted(rig, "a", PROMPT), admitted(rig, "b", [7, *PROMPT])
     for request in (pending, closing):
-        request.folded, request.num_replay = len(request.tokens) - 1, 1
+        request.folded, request.num_replay, request.has_pending = len(request.tokens) - 1, 1, True
         request.tokens.append(5)
     closing.status, closing.close_at = Status.CLOSING, 11
     plan = open_plan(rig, 4)
@@ -68,7 +68,7 @@ def test_a_pending_token_without_a_block_to_run_in_gets_no_row() -> None:
     request = admitted(rig, "a", PROMPT, max_tokens=2)
     request.tokens += [5, 5]
     request.max_tokens = 9
-    request.folded, request.num_replay = 11, 0
+    request.folded, request.num_replay, request.has_pending = 11, 0, True
     plan = open_plan(rig, 4)
     plan.add(request)
     assert plan.close(0, rig.scheduler.counts) is None

@@ -455,7 +455,8 @@ def test_a_preempted_request_prefills_its_own_output_on_the_grid() -> None:
     assert spans(rig) == [(0, 8), (8, 16), (16, 24), (24, 27)]
 
 
-def test_a_preempted_request_whose_state_is_all_there_goes_on_decoding_at_once() -> None:
+def test_a_preempted_request_whose_state_is_all_there_prefills_its_newest_token() -> None:
+    """Its state needs no more than a decode row; but a drafter's entry of that token is on no device yet."""
     rig = make_rig(num_lanes=1)
     rig.add("r", PROMPT[:8], max_tokens=20)
     rig.run_until(lambda: rig.scheduler.get(RequestId("r")).num_known == 17)  # 15 folded and one to replay
@@ -465,5 +466,5 @@ def test_a_preempted_request_whose_state_is_all_there_goes_on_decoding_at_once()
     rig.step()
     (row,) = rig.step().rows
     assert row.request_id == "r"
-    assert (row.phase, row.start, row.num_replay, row.tokens) == (Phase.DECODE, 16, 0, (text[16],))
+    assert (row.phase, row.start, row.emits, row.tokens) == (Phase.PREFILL, 16, True, (text[16],))
     rig.finish()
