@@ -95,10 +95,10 @@ def _text_tensors(tensors: Mapping[str, StoredTensor], problems: Problems) -> di
 
 
 def _tell_of_unused_head(text: Iterable[str], targets: Targets) -> None:
-    """Log that a head is left out: to whoever set num_mtp_layers to 0 that is right, but never a thing to guess at."""
+    """Log that a head is left out: to whoever asked for none that is right, but never a thing to guess at."""
     unused = sum(map(is_mtp, text))
     if unused and not _has_head(targets):
-        _LOG.info("%d tensors of the MTP head are not read: the model has none (num_mtp_layers is 0)", unused)
+        _LOG.info("%d tensors of the MTP head are not read: the model is loaded without it", unused)
 
 
 def _has_head(targets: Targets) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from numbers import Number
+from reprlib import repr as short_repr
 from typing import Literal, cast
 
 PrefixCache = Literal["none", "align", "all"]
@@ -107,10 +108,11 @@ class EngineConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
                 raise SettingError(f"{name} must be an integer of at least {low}; got {value!r}")
-        if self.speculative_tokens > MAX_SPECULATIVE_TOKENS:
+        drafts = self.speculative_tokens
+        if isinstance(drafts, bool) or not isinstance(drafts, int) or not 0 <= drafts <= MAX_SPECULATIVE_TOKENS:
             raise SettingError(
-                f"speculative_tokens must be in 0..{MAX_SPECULATIVE_TOKENS}; got {self.speculative_tokens}; "
-                f"published settings use {DEFAULT_SPECULATIVE_TOKENS}"
+                f"speculative_tokens (num_speculative_tokens of speculative_config) must be an integer in "
+                f"0..{MAX_SPECULATIVE_TOKENS}; got {drafts!r}; published settings use {DEFAULT_SPECULATIVE_TOKENS}"
             )
         if self.max_model_len == 1:
             raise SettingError("max_model_len must be 0 or at least 2, a prompt's token and an answer's; got 1")
@@ -197,7 +199,6 @@ _INTEGERS: dict[str, int] = {
     "max_model_len": 0,
     "max_num_seqs": 1,
     "max_num_batched_tokens": 1,
-    "speculative_tokens": 0,
     "state_interval": 1,
     "block_size": 1,
     "num_blocks": 0,
@@ -240,7 +241,7 @@ def _switch(name: str, at: object, setting: dict[str, object]) -> Callable[[obje
 
 
 _MTP_METHODS = ("mtp", "qwen3_next_mtp", "qwen3_5_mtp")  # vLLM's names for a model's own head
-_SPECULATIVE_KEYS = ("method", "num_speculative_tokens", "model")
+_SPECULATIVE_KEYS = ("method", "num_speculative_tokens", "model", "draft_tensor_parallel_size")
 
 
 def _speculative(value: object) -> dict[str, object]:
@@ -248,21 +249,29 @@ def _speculative(value: object) -> dict[str, object]:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except ValueError as error:
-            raise SettingError(f"speculative_config must be a dict or JSON of one; got {value!r}: {error}") from error
+        except (ValueError, RecursionError) as error:
+            raise SettingError(
+                f"speculative_config must be a dict or JSON of one; got {short_repr(value)}: {error}"
+            ) from error
     if not isinstance(value, Mapping):
-        raise SettingError(f"speculative_config must be a dict or JSON of one; got {value!r}")
-    asked = cast("Mapping[str, object]", value)
+        raise SettingError(f"speculative_config must be a dict or JSON of one; got {short_repr(value)}")
+    asked = {key: one for key, one in cast("Mapping[str, object]", value).items() if one is not None}
+    if asked.get("method", "mtp") not in _MTP_METHODS or "model" in asked:
+        raise SettingError(
+            f"speculative_config must have the method 'mtp' and no model; got {short_repr(asked)}; the model's own "
+            "head is the only drafter: use {'method': 'mtp', 'num_speculative_tokens': 3}"
+        )
     if unknown := [key for key in asked if key not in _SPECULATIVE_KEYS]:
         raise SettingError(
             f"speculative_config must have no keys but {', '.join(_SPECULATIVE_KEYS)}; got {unknown[0]!r}; leave it out"
         )
-    method = asked.get("method", "mtp")
-    if method not in _MTP_METHODS or asked.get("model") is not None:
+    if asked.get("draft_tensor_parallel_size", 1) != 1:
         raise SettingError(
-            f"speculative_config must have the method {_MTP_METHODS[0]!r} and no model, since the model's own head "
-            f"drafts; got method {method!r}, model {asked.get('model')!r}"
+            "draft_tensor_parallel_size must be 1; "
+            f"got {short_repr(asked['draft_tensor_parallel_size'])}; one device runs the model"
         )
+    if not asked:
+        return {}
     return {"speculative_tokens": asked.get("num_speculative_tokens", DEFAULT_SPECULATIVE_TOKENS)}
 
 

@@ -7,7 +7,7 @@ pass it on.
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from gdn_jax.serving.core.errors import DeviceError, InvalidParameterError, InvariantError
 from gdn_jax.serving.core.plan import RowCut, RowPlan, RowResult, StepPlan, StepResult, TokenLogprobs
@@ -87,7 +87,7 @@ class Engine:
         # Made first: what the scheduler has queued must not lack them.
         sampling = self._sampling(asked)
         cutter = Cutter(params, prompt, asked.max_tokens, tokenizer=self._tokenizer, end_token_ids=self._end_token_ids)
-        request = self._scheduler.add(
+        self._scheduler.add(
             request_id,
             prompt,
             max_tokens=asked.max_tokens,
@@ -97,10 +97,11 @@ class Engine:
             cache_salt=asked.cache_salt.encode(),
             use_cache=params.prompt_logprobs is None,  # a token that is not computed has no log probability
             leader=None if asked.leader is None else RequestId(asked.leader),
+            needs_history=sampling.adjustments.adjusts,
         )
         kept = None if params.prompt_logprobs is None else list[TokenLogprobs]()
         self._live[request_id] = _Live(cutter=cutter, name=asked.name, prompt_logprobs=kept)
-        self._runner.add(request_id, replace(sampling, tokens=request.tokens))
+        self._runner.add(request_id, sampling)
 
     def _sampling(self, asked: EngineRequest) -> RequestSampling:
         """Return how a request samples, in numbers that fit the device's."""
@@ -248,7 +249,7 @@ class Engine:
             live.take_prompt(row, result)
         if live is None or not row.emits:  # a closing row, or more prompt to come
             return RowCut(num_kept=0), None
-        if not result.tokens:  # its drafts spoilt the step
+        if not result.tokens:  # its drafts spoilt the step, and are not said to have been rejected
             return RowCut(num_kept=0), None
         cut, output = live.cutter.cut(result.tokens)
         output.prompt_logprobs = live.hand_over_prompt()

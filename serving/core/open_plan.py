@@ -112,6 +112,7 @@ class OpenPlan:
             write_anchor=request.slot,
             exports=(),
             seed=request.seed,
+            history=tuple(request.tokens) if first == 0 and request.needs_history else (),
         )
 
     def _with_exports(self, counts: Counts) -> list[RowPlan]:

@@ -50,6 +50,7 @@ class RowPlan(NamedTuple):
     write_anchor: SlotId  # prefill: the state after the span; otherwise the state after the fold
     exports: tuple[Export, ...]
     seed: int  # of the request; the step folds in the position
+    history: tuple[int, ...] = ()  # prompt and output, in a lane's first row, where the request needs them
 
     @property
     def end(self) -> int:

@@ -48,6 +48,7 @@ class Request:
         chain: its block hashes.
         use_cache: false: no lookup, since every position must be computed.
         leader: a request whose prompt checkpoint this one waits for (siblings of n > 1).
+        needs_history: whether the device must know all its tokens, those that come from the cache too.
     """
 
     request_id: RequestId
@@ -61,6 +62,7 @@ class Request:
     chain: HashChain
     use_cache: bool = True
     leader: RequestId | None = None
+    needs_history: bool = False
 
     order: tuple[int, int] = field(init=False)  # the key requests are planned by
     status: Status = Status.WAITING

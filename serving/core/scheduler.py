@@ -61,6 +61,7 @@ class Scheduler:
         cache_salt: bytes = b"",
         use_cache: bool = True,
         leader: RequestId | None = None,
+        needs_history: bool = False,
     ) -> Request:
         """Queue a request, or refuse it at once.
 
@@ -74,6 +75,7 @@ class Scheduler:
             cache_salt: shares prefixes only with requests of the same salt.
             use_cache: whether the prefix may come from the cache.
             leader: as `Request.leader`.
+            needs_history: as `Request.needs_history`.
 
         Raises:
             DuplicateRequestError: the id is in use.
@@ -96,6 +98,7 @@ class Scheduler:
             chain=HashChain(salt, self._block_size),
             use_cache=use_cache,
             leader=leader,
+            needs_history=needs_history,
         )
         self._queues.add(request)
         return request
@@ -257,7 +260,9 @@ class Scheduler:
             request.folded = row.start
             request.num_replay = len(result.tokens)  # the pending token and the accepted drafts
         request.num_drafts = result.num_drafts
-        request.has_pending |= bool(result.tokens)
+        if result.tokens:
+            request.has_pending = True
+            request.use_cache = True  # every position of the prompt has been computed once
         request.tokens.extend(result.tokens[: cut.num_kept])
         if request.finish is None:  # else it was aborted while the step ran
             request.finish = cut.finish if result.finite else FinishReason.ERROR

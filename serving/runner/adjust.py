@@ -170,8 +170,8 @@ def extend_history(
 
     Lanes whose requests do not adjust stay as they are. No two rows that adjust may be on one lane.
     """
-    num_lanes, vocab = history.counts.shape
-    lane = jnp.where(rows.lanes.adjusts[rows.lane], rows.lane, num_lanes)  # out of range, so dropped
+    out_of_range, vocab = history.counts.shape
+    lane = jnp.where(rows.lanes.adjusts[rows.lane], rows.lane, out_of_range)  # what is there is dropped
     counted = jnp.arange(tokens.shape[1])[None] < num_tokens[:, None]
     column = jnp.where(counted, tokens, vocab)
     last = _last_tokens(history.tail[rows.lane], tokens, num_tokens[:, None])[:, 0]

@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from gdn_jax.kernels.anchors import AdvanceRows, load_slots
+from gdn_jax.kernels.anchors import AdvanceRows
 from gdn_jax.model import LanguageModel
 from gdn_jax.mtp import MTPHead
-from gdn_jax.state import AdvanceBatch, KVPages, ModelState, PrefillBatch
+from gdn_jax.state import AdvanceBatch, KVPages, PrefillBatch
 
 Drafts = Int[Array, "rows k"]
 # (logits after the newest token, position of the token to draw, drafts so far, how many those are) -> tokens
@@ -32,31 +32,38 @@ class Pending:
         position: its place in the sequence.
         hidden: the target's final hidden vector of the token before it.
         num_new: 1, and 0 where a row has no such token: nothing is written for it then.
+        lane: of the row.
+        block_tables: of the row.
     """
 
     token: Int[Array, "rows"]
     position: Int[Array, "rows"]
     hidden: Float[Array, "rows H"]
     num_new: Int[Array, "rows"]
+    lane: Int[Array, "rows"]
+    block_tables: Int[Array, "rows blocks"]
 
 
 def prefill_entries(
-    model: LanguageModel, before: ModelState, pages: KVPages, batch: PrefillBatch, hidden: Float[Array, "T H"]
+    model: LanguageModel,
+    pages: KVPages,
+    batch: PrefillBatch,
+    before: Float[Array, "rows H"],
+    hidden: Float[Array, "T H"],
 ) -> KVPages:
-    """Make the entries of packed spans; the first token's hidden vector comes from the slot that its row started at.
+    """Make the entries of packed spans.
 
     Args:
         model: with a head.
-        before: the state before the spans ran.
         pages: the head's.
         batch: the spans.
-        hidden: the target's final hidden vectors of their tokens.
+        before: the target's final hidden vector of the token before each span, from the slot that its row reads.
+        hidden: those of the spans' tokens.
     """
     rows = batch.rows
     row, _ = rows.row_of(hidden.shape[0])
     is_first = jnp.arange(hidden.shape[0], dtype=jnp.int32) == rows.offset[row]
-    earlier = load_slots(before.hidden, rows.read_slot)[row].astype(hidden.dtype)
-    shifted = jnp.where(is_first[:, None], earlier, jnp.roll(hidden, 1, axis=0))
+    shifted = jnp.where(is_first[:, None], before[row].astype(hidden.dtype), jnp.roll(hidden, 1, axis=0))
     _, pages = _head(model).prefill(model.decoder.embed_tokens(batch.token_ids), shifted, pages, batch)
     return pages
 
@@ -70,6 +77,8 @@ def verified_entries(
     num_standing: Int[Array, "rows"],
 ) -> KVPages:
     """Make the entries of the tokens that verify rows emit, the last of which is the new pending one.
+
+    `make_drafts` makes that one again, where it needs the head's output and not only its key and value.
 
     Args:
         model: with a head.
@@ -89,8 +98,6 @@ def make_drafts(
     pages: KVPages,
     pending: Pending,
     *,
-    lane: Int[Array, "rows"],
-    block_tables: Int[Array, "rows blocks"],
     num_drafts: int,
     num_rounds: int | Int[Array, ""],
     draw: Draw,
@@ -103,8 +110,6 @@ def make_drafts(
         model: with a head.
         pages: the head's.
         pending: where to begin.
-        lane: of the rows.
-        block_tables: of the rows.
         num_drafts: guesses per row, static.
         num_rounds: `num_drafts`, or 0 where no row has a pending token.
         draw: chooses a token from logits as the target does.
@@ -120,7 +125,7 @@ def make_drafts(
         """Make the entry of one token, and guess the token after it."""
         token, hidden, drafts, pages = carry
         position = pending.position + index
-        one = _window(token[:, None], position, pending.num_new, lane, block_tables)
+        one = _window(token[:, None], position, pending.num_new, pending.lane, pending.block_tables)
         out, pages = head.advance(model.decoder.embed_tokens(one.token_ids), hidden[:, None], pages, one)
         token = draw(model.decoder.logits(out[:, 0]), position + 1, drafts, index)
         return token, out[:, 0], drafts.at[:, index].set(token), pages

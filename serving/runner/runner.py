@@ -44,16 +44,13 @@ class RequestSampling:
         num_logprobs: alternatives to list; None for no log probabilities.
         scored_prompt: the prompt, if its own log probabilities are wanted.
         adjustments: how its own tokens change its logits.
-        tokens: prompt, then output as far as it is committed: the scheduler's own list, which grows. Read where the
-            request gets a lane, and only if it adjusts.
-        num_prompt: how many of them are the prompt.
+        num_prompt: how many tokens are the prompt.
     """
 
     row: RowSampling
     num_logprobs: int | None
     scored_prompt: ScoredPrompt | None = None
     adjustments: RowAdjustments = NO_ADJUSTMENTS
-    tokens: Sequence[int] = ()
     num_prompt: int = 0
 
 
@@ -76,7 +73,8 @@ class Runner:
         self._sizes, self._buckets = sizes, buckets
         self._requests: dict[RequestId, RequestSampling] = {}
         self._scored: dict[RequestId, ScoredPrompt] = {}
-        self._shapes: set[tuple[str | int, ...]] = set()
+        self._shapes: set[tuple[str, tuple[tuple[int, ...], ...]]] = set()
+        self._is_warming_up = False
         self._device: DeviceState | None = None
         self.reset()
 
@@ -171,7 +169,7 @@ class Runner:
         self._owners[row.lane] = row.request_id
         self._lanes.assign(row.lane, request.row, request.num_logprobs, request.adjustments)
         if request.adjustments.adjusts:
-            self._place_history(row.lane, request.tokens[: request.num_prompt], request.tokens[request.num_prompt :])
+            self._place_history(row.lane, row.history[: request.num_prompt], row.history[request.num_prompt :])
 
     def _place_history(self, lane: int, prompt: Sequence[int], output: Sequence[int]) -> None:
         row = pack_history(prompt, output, self._config.vocab_size)
@@ -181,20 +179,29 @@ class Runner:
     def _prefill(self, rows: Sequence[RowPlan], buckets: Buckets) -> tuple[Array, Array]:
         batch = build_prefill(rows, self._tables, buckets, self._sizes.block_size)
         sampling = self._gather(rows, padded_lanes(rows, batch.rows.length.shape[0], self._sizes.num_lanes))
+        self._note("prefill", batch.token_ids.shape, batch.block_tables.shape)
         words, hidden, self._device = prefill_step(self._static, self._params, self.device, batch, sampling)
-        self._shapes.add(("prefill", *batch.token_ids.shape, *batch.block_tables.shape))
         return words, hidden
 
     def _score(self, hidden: Array, next_ids: np.ndarray) -> Array:
-        self._shapes.add(("score", *next_ids.shape))
+        self._note("scores of prompts", next_ids.shape)
         return score_prompts(self._static, self._params, hidden, next_ids)
 
     def _advance(self, rows: Sequence[RowPlan], buckets: Buckets) -> Array:
         batch = build_advance(rows, self._tables, buckets, window=self._sizes.window)
         sampling = self._gather(rows, np.asarray(batch.lane))
+        self._note("decode", batch.token_ids.shape, batch.block_tables.shape)
         words, self._device = advance_step(self._static, self._params, self.device, batch, sampling)
-        self._shapes.add(("advance", *batch.token_ids.shape, *batch.block_tables.shape))
         return words
+
+    def _note(self, step: str, *shapes: tuple[int, ...]) -> None:
+        """Keep the shape of a call; say so if it is the first one, since compiling may take a minute."""
+        shape = (step, shapes)
+        if shape in self._shapes:
+            return
+        self._shapes.add(shape)
+        if not self._is_warming_up:
+            _LOG.info("compiling a step for its first use: %s, %s (warm_up=True does it before)", step, shapes[0])
 
     def _gather(self, rows: Sequence[RowPlan], lane: np.ndarray) -> SampledRows:
         emits = np.zeros(lane.shape, np.bool_)
@@ -238,10 +245,12 @@ class Runner:
         """
         began, calls = time.monotonic(), list(self._every_call())
         self._place_history(self._sizes.num_lanes, (), ())  # on the padding lane, which nobody reads
+        self._is_warming_up = True
         for done, call in enumerate(calls, 1):
             call()
             if progress is not None:
                 progress(done, len(calls))
+        self._is_warming_up = False
         jax.block_until_ready(self._device)
         _LOG.info("compiled %d steps in %.1f s", len(calls), time.monotonic() - began)
 

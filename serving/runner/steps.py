@@ -86,9 +86,10 @@ def prefill_step(
     The final vectors of all tokens are returned too, for `prompt_scores.py`.
     """
     model, rows = static.model(params), batch.rows
+    before = load_slots(state.model.hidden, rows.read_slot)  # read here: after the spans the pool would be copied
     hidden, after = model.decoder.prefill(batch, state.model)
     if after.mtp is not None:
-        after = replace(after, mtp=prefill_entries(model, state.model, after.mtp, batch, hidden))
+        after = replace(after, mtp=prefill_entries(model, after.mtp, batch, before, hidden))
     row, owned = rows.row_of(hidden.shape[0])
     broken = jnp.zeros(rows.length.shape, jnp.bool).at[row].max(owned & ~_is_finite(hidden))
     _, exports = rows.boundaries()
@@ -102,11 +103,18 @@ def prefill_step(
         state_slots=jnp.concatenate([rows.write_slot[:, None], exports], axis=1),
         stored=exports != NULL_SLOT,
     )
-    pending = Pending(token=drawn.tokens[:, 0], position=end, hidden=last, num_new=emitted.num_tokens)
+    pending = Pending(
+        token=drawn.tokens[:, 0],
+        position=end,
+        hidden=last,
+        num_new=emitted.num_tokens,
+        lane=sampling.lane,
+        block_tables=batch.block_tables,
+    )
     # No rounds where all rows are in the midst of their prompts; a loop that may not run costs no copy of the pages.
     rounds = jnp.where(sampling.emits.any(), state.drafts.shape[1], 0)
     state = replace(state, model=after, history=_extended(state, sampling, emitted))
-    state = _draft(static, model, state, pending, sampling, batch.block_tables, rounds)
+    state = _draft(static, model, state, pending, sampling, rounds)
     return _pack(after, emitted), hidden, state
 
 
@@ -140,10 +148,12 @@ def advance_step(
         position=rows.start() + count,
         hidden=hidden[row, last],
         num_new=jnp.minimum(count, 1),
+        lane=batch.lane,
+        block_tables=batch.block_tables,
     )
     rounds = state.drafts.shape[1]
     state = replace(state, model=after, history=_extended(state, sampling, emitted))
-    state = _draft(static, model, state, pending, sampling, batch.block_tables, rounds)
+    state = _draft(static, model, state, pending, sampling, rounds)
     return _pack(after, emitted), state
 
 
@@ -215,7 +225,6 @@ def _draft(
     state: DeviceState,
     pending: Pending,
     sampling: SampledRows,
-    block_tables: Int[Array, "rows blocks"],
     num_rounds: int | Int[Array, ""],
 ) -> DeviceState:
     """Draft for the next step, with the noise that the target will draw with; nothing where the engine never drafts."""
@@ -239,8 +248,6 @@ def _draft(
         model,
         state.model.mtp,
         pending,
-        lane=sampling.lane,
-        block_tables=block_tables,
         num_drafts=num_drafts,
         num_rounds=num_rounds,
         draw=draw,

@@ -228,6 +228,8 @@ class CoreRig:
 
     def _check_row(self, row: RowPlan, request: Request) -> None:
         known, size = request.num_known, self.block_size
+        is_told = row.table_start == 0 and request.needs_history
+        assert row.history == (tuple(request.tokens) if is_told else ()), f"not the tokens so far: {row}"
         assert row.start - row.num_replay == request.folded
         if row.phase is Phase.PREFILL:
             assert row.tokens, f"an empty span: {row}"

@@ -124,7 +124,7 @@ drafts_of_a_window = st.lists(tokens, min_size=WINDOW - 1, max_size=WINDOW - 1)
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_every_place_of_a_window_is_adjusted_for_the_tokens_before_it_and_each_of_them_once(data: Any) -> None:
-    """Also what a window kept of its drafts counts by token, and never twice (R082, R086)."""
+    """Also what a window kept of its drafts counts by token, and never twice."""
     num = data.draw(st.integers(1, ROWS))
     each = [data.draw(st.lists(kind, min_size=num, max_size=num)) for kind in (st.just(OFF) | wishes, spans)]
     lanes = data.draw(st.permutations(range(LANES)))[:num]

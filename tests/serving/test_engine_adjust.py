@@ -184,7 +184,7 @@ TURNS: dict[str, Any] = {"logit_bias": dict.fromkeys(range(40, 52), 60.0), "freq
 @pytest.mark.parametrize("asked", [*ALONE, ALL, TURNS])
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_speculation_changes_no_token(oracle: Oracle, asked: dict[str, Any], temperature: float) -> None:
-    """Penalties count tokens and not steps, and the drafter is penalised as the target is (R082, R086)."""
+    """Penalties count tokens and not steps, and the drafter is penalised as the target is."""
     plain, drafting = make_llm(prefix_cache="none"), make_llm(prefix_cache="none", speculative_tokens=3)
     prompts = [random_ids(index, 40 + index) for index in range(3)]
     params = greedy(30, temperature=temperature, seed=SEED, min_tokens=8, ignore_eos=False, **asked)

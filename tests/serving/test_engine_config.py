@@ -170,6 +170,9 @@ def test_vllms_settings_that_ask_for_more_are_refused_by_name(name: str, value: 
         ({"method": "mtp", "num_speculative_tokens": 2}, 2),
         ({"method": "qwen3_next_mtp"}, 3),
         ({"num_speculative_tokens": 8}, 8),
+        ({"method": None, "num_speculative_tokens": 2, "draft_tensor_parallel_size": 1}, 2),
+        ({"method": "mtp", "num_speculative_tokens": None}, 3),
+        ({}, 0),
         ('{"method": "mtp", "num_speculative_tokens": 1}', 1),
         (None, 0),
     ],
@@ -182,12 +185,18 @@ def test_vllms_speculative_config_says_how_many_tokens_the_head_drafts(value: ob
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        ({"method": "eagle3", "num_speculative_tokens": 2}, "must have the method 'mtp' .*got method 'eagle3'"),
-        ({"method": "mtp", "model": "some/draft"}, "no model, .*got method 'mtp', model 'some/draft'"),
+        ({"method": "eagle3", "num_speculative_tokens": 2}, "must have the method 'mtp' and no model; got .*'eagle3'"),
+        ({"method": "ngram", "prompt_lookup_max": 2}, "must have the method 'mtp' and no model; got .*'ngram'"),
+        ({"method": "mtp", "model": "some/draft"}, "must have the method 'mtp' and no model; got .*'some/draft'"),
         ({"method": "mtp", "ngram_size": 2}, "no keys but method, .*got 'ngram_size'"),
-        ({"method": "mtp", "num_speculative_tokens": 9}, r"speculative_tokens must be in 0\.\.8; got 9"),
-        ({"method": "mtp", "num_speculative_tokens": "3"}, "speculative_tokens must be an integer .*got '3'"),
+        ({"method": "mtp", "draft_tensor_parallel_size": 2}, "draft_tensor_parallel_size must be 1; got 2"),
+        (
+            {"method": "mtp", "num_speculative_tokens": 9},
+            r"num_speculative_tokens .*must be an integer in 0\.\.8; got 9",
+        ),
+        ({"method": "mtp", "num_speculative_tokens": "3"}, r"must be an integer in 0\.\.8; got '3'"),
         ("{", "must be a dict or JSON of one; got '{'"),
+        ("[" * 100_000, "must be a dict or JSON of one; got "),
         (3, "must be a dict or JSON of one; got 3"),
     ],
 )

@@ -14,10 +14,8 @@ VOCAB = 320
 PENALISED = RowAdjustments(frequency=0.5, bad_words=((3, 4),))
 
 
-def asked(adjustments: RowAdjustments, tokens: list[int], num_prompt: int) -> RequestSampling:
-    return RequestSampling(
-        row=RowSampling(), num_logprobs=None, adjustments=adjustments, tokens=tokens, num_prompt=num_prompt
-    )
+def asked(adjustments: RowAdjustments, num_prompt: int) -> RequestSampling:
+    return RequestSampling(row=RowSampling(), num_logprobs=None, adjustments=adjustments, num_prompt=num_prompt)
 
 
 def on_lane(runner: Runner, lane: int) -> list[list[int]]:
@@ -32,8 +30,8 @@ def test_a_lane_holds_what_was_known_and_then_each_token_that_a_row_emits() -> N
     """The known tokens include output: so it is when a preempted request comes back."""
     runner = make_runner()
     prompt, output = [5, 6, 7], [8, 8, 9]
-    sampling = asked(PENALISED, [*prompt, *output], 3)
-    first = row("a", tokens=(5, 6), new_blocks=blocks(1), lane=1)
+    sampling = asked(PENALISED, 3)
+    first = row("a", tokens=(5, 6), new_blocks=blocks(1), lane=1, history=(*prompt, *output))
     run(runner, first, sampling=sampling)
     assert on_lane(runner, 1) == packed(prompt, output)  # the row does not emit, whatever was drawn for it
     rest = row("a", tokens=(7, 8, 8, 9), start=2, emits=True, lane=1, table_start=1, read_anchor=1)
@@ -47,7 +45,7 @@ def test_a_lane_holds_what_was_known_and_then_each_token_that_a_row_emits() -> N
 def test_a_request_that_adjusts_nothing_leaves_its_lane_as_it_was() -> None:
     runner = make_runner()
     before = on_lane(runner, 0)
-    run(runner, row("a", tokens=(5, 6), new_blocks=blocks(1), emits=True), sampling=asked(RowAdjustments(), [5, 6], 2))
+    run(runner, row("a", tokens=(5, 6), new_blocks=blocks(1), emits=True), sampling=asked(RowAdjustments(), 2))
     assert on_lane(runner, 0) == before
 
 
@@ -56,6 +54,7 @@ def test_the_first_request_that_adjusts_compiles_nothing_after_warm_up() -> None
     runner.warm_up()
     compiled = place_history._cache_size()
     for lane in range(SIZES.num_lanes):
-        mine = row(str(lane), tokens=(5, 6), new_blocks=blocks(lane + 1), lane=lane, write_anchor=lane + 1, emits=True)
-        run(runner, mine, sampling=asked(PENALISED, [5, 6], 2))
+        place = {"new_blocks": blocks(lane + 1), "lane": lane, "write_anchor": lane + 1}
+        mine = row(str(lane), tokens=(5, 6), emits=True, history=(5, 6), **place)
+        run(runner, mine, sampling=asked(PENALISED, 2))
     assert place_history._cache_size() == compiled

@@ -10,19 +10,22 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
-from oracles.engine_rig import ask, cached, fail_once, floor, greedy, idle, step, tokens_of
+from oracles.engine_rig import ask, cached, fail_once, floor, greedy, idle, runner_of, step, tokens_of
 from oracles.markov import ALPHABET, END_CLASS, MIXED, Markov, prompt_before, write_markov
 from oracles.speculation_rig import (
     DEPTHS,
     Window,
     accepted,
     assert_same_answers,
+    force_drafts,
     make_spec_llm,
     record_windows,
 )
 
 from gdn_jax import LLM, RequestOutput, SamplingParams
+from gdn_jax.serving.runner.steps import split_model
 from gdn_jax.serving.sampling_params import RequestOutputKind
 
 STARTS = range(6)  # how many tokens before the end token the answer starts
@@ -356,3 +359,29 @@ def test_an_interrupted_step_sends_its_rows_back_without_their_drafts(
     assert tokens_of(list(stream)[-1:]) == [mixed.answer(prompt, 30)]
     expected = [mixed.num_right(window.known[-1], window.num_drafts) for window in windows if window.num_drafts]
     assert accepted(windows) == expected
+
+
+def test_drafts_that_spoil_their_window_change_no_answer_and_end_nobody_else(tmp_path: Path) -> None:
+    """A token whose embedding is NaN, drafted again and again: only the request that really draws it ends there."""
+    model = write_markov(tmp_path)
+    llm = make_spec_llm(model.folder, 3, compiled=3)
+    runner = runner_of(llm)
+    broken = ALPHABET[9]
+    edited = runner._static.model(runner._params)
+    table = edited.decoder.embed_tokens.weight
+    table[...] = table[...].at[broken].set(jnp.nan)
+    static = runner._static
+    runner._static, runner._params = split_model(
+        edited, num_valid_tokens=static.num_valid_tokens, num_top=static.num_top
+    )
+    ends, lasts = prompt_before(2, 20, 1), prompt_before(11, 20, 2)
+    texts = [[*ends, *model.answer(ends, 40)], [*lasts, *model.answer(lasts, 40)]]
+    windows = record_windows(llm)
+    force_drafts(llm, texts, lambda row: 3)  # right drafts: in time the broken token is one of them
+    (first,) = ask(llm, [ends], greedy(16))
+    assert first.outputs[0].finish_reason == "error"
+    assert first.outputs[0].token_ids == texts[0][20 : 21 + texts[0][20:].index(broken)]
+    assert any(window.num_drafts and not window.emitted for window in windows)  # one ran for nothing
+    assert idle(llm.stats())
+    (other,) = ask(llm, [lasts], greedy(16))
+    assert (other.outputs[0].finish_reason, other.outputs[0].token_ids) == ("length", texts[1][20:36])
