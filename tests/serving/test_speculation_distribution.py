@@ -25,8 +25,7 @@ PARAMETERS: list[dict[str, Any]] = [
     {"temperature": 0.6},
     {"temperature": 1.5, "top_k": 5},
     {"temperature": 1.0, "top_p": 0.8},
-    {"temperature": 1.2, "min_p": 0.15},
-    {"temperature": 1.3, "top_k": 6, "top_p": 0.9, "min_p": 0.05},
+    {"temperature": 1.3, "top_k": 6, "top_p": 0.9, "min_p": 0.1},
 ]
 
 

@@ -199,10 +199,10 @@ STOPS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("depth", [1, 3, 4])
+@pytest.mark.parametrize("depth", [2, 4])
 @pytest.mark.parametrize("stop", STOPS, ids=lambda stop: "-".join(map(str, stop.values())).replace("\u20ac", "euro"))
 def test_a_stop_string_is_found_inside_windows_and_across_them(perfect: Markov, stop: dict, depth: int) -> None:
-    starts = (*range(7), *range(24, 30))
+    starts = (*range(5), 24, 25, 26)
     outputs = both(perfect, depth, [prompt_before(kind, 20) for kind in starts], params(20, ignore_eos=True, **stop))
     assert {one.outputs[0].finish_reason for one in outputs} >= ({"stop"} if stop["stop"] != ["abz", "gx"] else set())
 
@@ -224,11 +224,11 @@ def pieces(llm: LLM, prompt: list[int], asked: SamplingParams) -> list[RequestOu
     return list(llm.stream(prompt, asked))
 
 
-@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize("depth", [2, 4])
 def test_a_stream_tells_the_same_in_other_pieces(perfect: Markov, depth: int) -> None:
     """Deltas add up, each item says what stands so far, and no item ends in half a character."""
     plain, llm = make(perfect.folder, 0), make(perfect.folder, depth)
-    for kind in (*range(20, 30), 0):
+    for kind in (20, 24, 25, 28, 0):
         prompt = prompt_before(kind, 12)
         for extra in ({}, {"stop": "cd"}, {"ignore_eos": True}, {"ignore_eos": True, "stop": ["z \u20ac!", "bcdef"]}):
             asked = params(20, **extra)
@@ -237,7 +237,7 @@ def test_a_stream_tells_the_same_in_other_pieces(perfect: Markov, depth: int) ->
             assert "".join(one.text for one in deltas) == whole.outputs[0].text
             assert [token for one in deltas for token in one.token_ids] == whole.outputs[0].token_ids
             assert sum(len(one.logprobs or []) for one in deltas) == len(whole.outputs[0].token_ids)
-            if kind not in (28, 29):  # those answers begin inside a character
+            if kind != 28:  # that answer begins inside a character
                 assert not any("\ufffd" in one.text for one in deltas[:-1])
             assert [one.finish_reason for one in deltas[:-1]] == [None] * (len(deltas) - 1)
             assert len(deltas) <= len(whole.outputs[0].token_ids)
@@ -248,9 +248,8 @@ def test_a_stream_tells_the_same_in_other_pieces(perfect: Markov, depth: int) ->
                 assert later.outputs[0].token_ids[: len(earlier.outputs[0].token_ids)] == earlier.outputs[0].token_ids
 
 
-@pytest.mark.parametrize("depth", [1, 4])
-def test_short_answers_are_told_to_their_last_character(perfect: Markov, depth: int) -> None:
-    plain, llm = make(perfect.folder, 0), make(perfect.folder, depth)
+def test_short_answers_are_told_to_their_last_character(perfect: Markov) -> None:
+    plain, llm = make(perfect.folder, 0), make(perfect.folder, 4)
     for length in range(1, 31):
         prompt, asked = prompt_before(1, 12), params(length, ignore_eos=True)
         (whole,) = ask(plain, [prompt], asked)
