@@ -46,7 +46,7 @@ class Request:
         arrival: orders requests of one priority; unique.
         turn_borders: token counts up to which the next turn of a conversation may share this prompt.
         chain: its block hashes.
-        use_cache: false: no lookup, since every position must be computed.
+        use_cache: false: no lookup, since every position of the prompt must be computed; true again once that is done.
         leader: a request whose prompt checkpoint this one waits for (siblings of n > 1).
         needs_history: whether the device must know all its tokens, those that come from the cache too.
     """
