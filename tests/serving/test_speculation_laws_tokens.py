@@ -102,6 +102,40 @@ def test_alone_batched_chunked_and_warm_give_the_oracles_tokens_and_drafts(oracl
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("depth", range(5))
+def test_any_number_of_drafts_in_any_mode_gives_the_oracles_tokens(oracle: DraftOracle, depth: int, mode: str) -> None:
+    """Batched in a pool that starves, preempted, chunked; then again, and a turn further, from what that left."""
+    llm = make(oracle.folder, depth, prefix_cache=mode, num_blocks=8)
+    prompts = [random_ids(length, length) for length in (3, 64, 100, 130)]
+    for turn in range(3):
+        outputs = ask(llm, prompts, greedy(30))
+        assert_right(outputs, oracle)
+        if turn == 1:
+            prompts = [
+                [*prompt, *answer, *random_ids(turn, 5)]
+                for prompt, answer in zip(prompts, tokens_of(outputs), strict=True)
+            ]
+        assert idle(llm.stats())
+    assert llm.stats().preemptions > 0
+    assert (llm.stats().hit_tokens > 0) == (mode != "none")
+
+
+def test_eight_drafts_are_as_right_as_one(oracle: DraftOracle, perfect: Markov) -> None:
+    """The most there may be."""
+    llm = make_spec_llm(oracle.folder, 8, audit=True)
+    windows = record_windows(llm)
+    prompts = [random_ids(length, length) for length in (3, 60)]
+    for _ in range(2):
+        assert_right(ask(llm, prompts, greedy(20)), oracle)
+    assert oracle.check_drafts(windows) > 20
+    known = make_spec_llm(perfect.folder, 8)
+    windows = record_windows(known)
+    prompt = prompt_before(0, 60)
+    assert tokens_of(ask(known, [prompt], greedy(28))) == [perfect.answer(prompt, 28)]
+    assert accepted(windows) == [8, 8, 8]
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_drafts_depend_on_tokens_alone_and_not_on_where_the_state_came_from(oracle: DraftOracle, mode: str) -> None:
     """A hit begins with the hidden vector of its checkpoint, and attends to entries that another request made."""
     llm = make(oracle.folder, 3, prefix_cache=mode)
