@@ -250,7 +250,7 @@ def test_a_stream_tells_the_same_in_other_pieces(perfect: Markov, depth: int) ->
 
 def test_short_answers_are_told_to_their_last_character(perfect: Markov) -> None:
     plain, llm = make(perfect.folder, 0), make(perfect.folder, 4)
-    for length in range(1, 31):
+    for length in (*range(1, 9), 13, 21, 30):
         prompt, asked = prompt_before(1, 12), params(length, ignore_eos=True)
         (whole,) = ask(plain, [prompt], asked)
         deltas = pieces(llm, prompt, replace(asked, output_kind=RequestOutputKind.DELTA))
@@ -363,7 +363,7 @@ def test_an_interrupted_step_sends_its_rows_back_without_their_drafts(
 def test_drafts_that_spoil_their_window_change_no_answer_and_end_nobody_else(tmp_path: Path) -> None:
     """A token whose embedding is NaN, drafted again and again: only the request that really draws it ends there."""
     model = write_markov(tmp_path)
-    llm = make_spec_llm(model.folder, 3, compiled=3)
+    llm = make(model.folder, 3)
     runner = runner_of(llm)
     broken = ALPHABET[9]
     edited = runner._static.model(runner._params)
