@@ -18,7 +18,8 @@ _MAX_DIGITS = 19  # of a token id
 _SAME = (
     "n", "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "bad_words", "min_tokens", "stop", "stop_token_ids", "ignore_eos",
-    "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "prompt_logprobs",
+    "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "detokenize",
+    "prompt_logprobs",
 )  # fmt: skip
 
 

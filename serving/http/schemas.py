@@ -72,6 +72,7 @@ class SamplingFields(_Refused, kw_only=True, forbid_unknown_fields=True):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    detokenize: bool | None = None
     spaces_between_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None

@@ -44,3 +44,18 @@ def test_metrics_count_drafts_in_all_and_by_their_place(server: LiveServer) -> N
     assert server.metric("gdn_jax_accepted_tokens_per_position_total") == server.metric(names[2])
     assert 'vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="stub",position="0"}' in text
     assert server.metric("vllm:spec_decode_num_drafts_total") == server.metric(names[0])
+
+
+def test_without_detokenizing_tokens_are_counted_and_named_and_make_no_text(server: LiveServer) -> None:
+    fields = {"max_tokens": 12, "ignore_eos": True, "detokenize": False, "return_tokens_as_token_ids": True}
+    asked = completion("The river", logprobs=0, **fields)
+    whole = server.post("/v1/completions", asked).json()
+    tokens = whole["choices"][0]["logprobs"]["tokens"]
+    assert (whole["choices"][0]["text"], whole["usage"]["completion_tokens"], len(tokens)) == ("", 12, 12)
+    assert all(token.startswith("token_id:") for token in tokens)
+    pieces = streamed(server, "/v1/completions", asked)
+    assert [
+        token for event in pieces for token in (event["choices"][0]["logprobs"] or {"tokens": []})["tokens"]
+    ] == tokens
+    refused = server.post(CHAT, chat(detokenize=False, stop="."))
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "stop")
