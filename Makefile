@@ -19,7 +19,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # What can differ between versions of JAX: the kernels, whole models against recorded values, gradients, the refusal of
 # wrong shapes, and an engine that prefills, decodes and hits what it decoded. The rest reasons about the same steps, or
-# about none. All of it is compiled as the product is.
+# about none.
 ON_NEWEST := tests/kernels tests/test_golden_conformance.py tests/model/test_training.py tests/test_strictness.py \
     "tests/serving/test_engine_laws_tokens.py::test_the_next_turn_hits_into_the_generated_text[all-30]"
 
@@ -51,7 +51,7 @@ test: setup  ## the whole suite for the CPU
 
 test-newest:  ## kernels, golden values and one engine on the newest JAX
 	@scripts/setup.sh .venv-newest dev "$(JAX_NEWEST)"
-	JAX_DISABLE_MOST_OPTIMIZATIONS=0 .venv-newest/bin/python $(PYTEST) $(ON_NEWEST)
+	.venv-newest/bin/python $(PYTEST) $(ON_NEWEST)
 
 test-gpu:  ## kernel and model tests, those marked gpu too, on an NVIDIA GPU
 	@nvidia-smi >/dev/null 2>&1 || { echo "make test-gpu needs an NVIDIA GPU: nvidia-smi does not run here" >&2; exit 1; }

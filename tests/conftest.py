@@ -20,13 +20,7 @@ jax.config.update("jax_compilation_cache_dir", str(COMPILED))
 jax.config.update("jax_compilation_cache_max_size", 2**30)  # bytes
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
-# Nearly half of compiling is optimisation. What serving promises holds without, so that tests under this folder do
-# without, but for those marked `optimised`: equal bits are easy where nothing is vectorised. All other tests compile as
-# the product does, and so does every test where the environment has the variable that JAX reads.
-PLAIN_STEPS = Path(__file__).resolve().parent / "serving"
-IS_PLAIN = pytest.StashKey[bool]()
-MAY_CHOOSE = "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ
-
+SERVING = Path(__file__).resolve().parent / "serving"
 GOLDEN = Path(__file__).resolve().parents[2] / "shared" / "golden"
 
 
@@ -38,16 +32,6 @@ def golden_folder() -> Path:
     return GOLDEN
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Choose how a test's steps are compiled, its fixtures' too; what was compiled the other way is forgotten."""
-    plain = PLAIN_STEPS in item.path.parents and item.get_closest_marker("optimised") is None
-    if MAY_CHOOSE and plain != item.config.stash.get(IS_PLAIN, False):
-        item.config.stash[IS_PLAIN] = plain
-        jax.clear_caches()
-        jax.config.update("jax_disable_most_optimizations", plain)
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the files of serving that compile steps first and those that reason about the host alone last.
 
@@ -55,7 +39,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
 
     def rank(item: pytest.Item) -> int:
-        if PLAIN_STEPS not in item.path.parents:
+        if SERVING not in item.path.parents:
             return 1
         compiles = {"jax", "make_llm", "make_runner"} & vars(getattr(item, "module", item)).keys()
         return 0 if compiles else 2

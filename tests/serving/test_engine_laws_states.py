@@ -83,7 +83,6 @@ def slot_content(llm: LLM, tokens: list[int], boundary: int) -> list[np.ndarray]
     return [np.asarray(array[slot]) for array in arrays]
 
 
-@pytest.mark.optimised
 def test_a_state_exported_inside_a_span_has_the_bits_of_a_span_that_ends_there() -> None:
     settings = {"deterministic": True, "state_interval": 64}
     prompt = random_ids(1, 256)

@@ -161,7 +161,6 @@ def clear_routes(oracle: Oracle, length: int) -> list[int]:
     raise AssertionError(f"no prompt of {length} tokens has clear routes")
 
 
-@pytest.mark.optimised
 def test_deterministic_bfloat16_answers_are_equal_bits_cold_warm_and_batched() -> None:
     llm = make_llm(dtype="bfloat16", deterministic=True, max_num_batched_tokens=64, state_interval=64)
     prompts = [random_ids(length, length) for length in (20, 65, 150)]

@@ -22,7 +22,6 @@ from gdn_jax.serving.runner.sampling import (
 )
 from gdn_jax.serving.sampling_params import SamplingParams
 
-pytestmark = pytest.mark.optimised
 LEAST_P_VALUE = 1e-3  # seeds are fixed, so this decides once; a wrong distribution gives p far below 1e-6 here
 ROWS, WINDOW, VOCAB = 8, 32, 300  # one shape for most tests, compiled once
 FILTER_ROWS, FILTER_VOCAB = 16, 80
