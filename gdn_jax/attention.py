@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from gdn_jax.config import ModelConfig
 from gdn_jax.kernels.dispatch import Implementation
+from gdn_jax.kernels.document_attention import KeyValues, document_attention, visible_keys
 from gdn_jax.kernels.paged_attention import (
     paged_attention_advance,
     paged_attention_prefill,
@@ -92,6 +93,31 @@ class GatedAttention(nnx.Module):
         attend = partial(paged_attention_advance, rows=batch.rows, block_tables=batch.block_tables, first_key=first_key)
         return self._mix(x, pages, position + rope_offset, slot, attend)
 
+    def forward(self, x: Float[Array, "rows T H"], document: Int[Array, "rows T"]) -> Float[Array, "rows T H"]:
+        """Run rows of whole documents without pages: what training differentiates."""
+        q, keys, gate = self.project(x, positions_in_row(x))
+        return self.output(document_attention(q, keys, visible_keys(document)), gate)
+
+    def project(
+        self, x: Float[Array, "*tokens H"], position: Int[Array, "*tokens"]
+    ) -> tuple[Float[Array, "*tokens Hq D"], KeyValues, Float[Array, "*tokens Hq D"]]:
+        """Return queries and keys, normed and rotated, values, and the gate before its sigmoid."""
+        lead, width = x.shape[:-1], self.config.head_dim
+        q, gate = jnp.split(self.q_proj(x).reshape(*lead, -1, 2 * width), 2, axis=-1)
+        k = self.k_proj(x).reshape(*lead, -1, width)
+        v = self.v_proj(x).reshape(*lead, -1, width)
+        inv_freq, scale = inverse_frequencies(self.config)
+        q = rotate(self.q_norm(q), position, inv_freq, scale)
+        k = rotate(self.k_norm(k), position, inv_freq, scale)
+        return q, KeyValues(k=k, v=v), gate
+
+    def output(
+        self, attended: Float[Array, "*tokens Hq D"], gate: Float[Array, "*tokens Hq D"]
+    ) -> Float[Array, "*tokens H"]:
+        """Gate in float32, and project."""
+        gated = attended.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32))
+        return self.o_proj(gated.astype(attended.dtype).reshape(*attended.shape[:-2], -1))
+
     def _mix(
         self,
         x: Float[Array, "*tokens H"],
@@ -100,15 +126,12 @@ class GatedAttention(nnx.Module):
         slot: Int[Array, "*tokens"],
         attend: Callable[..., Float[Array, "*tokens Hq D"]],
     ) -> tuple[Float[Array, "*tokens H"], KVPages]:
-        """Store the tokens' keys and values at their slots, attend by `attend`, gate in float32, and project."""
-        lead, width = x.shape[:-1], self.config.head_dim
-        q, gate = jnp.split(self.q_proj(x).reshape(*lead, -1, 2 * width), 2, axis=-1)
-        k = self.k_proj(x).reshape(*lead, -1, width)
-        v = self.v_proj(x).reshape(*lead, -1, width)
-        inv_freq, scale = inverse_frequencies(self.config)
-        q = rotate(self.q_norm(q), position, inv_freq, scale)
-        k = rotate(self.k_norm(k), position, inv_freq, scale)
-        pages = KVPages(k=write_pages(pages.k, k, slot), v=write_pages(pages.v, v, slot))
-        out = attend(q, pages.k, pages.v, implementation=self.implementation)
-        gated = out.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32))
-        return self.o_proj(gated.astype(out.dtype).reshape(*lead, -1)), pages
+        """Store the tokens' keys and values at their slots, and attend by `attend`."""
+        q, new, gate = self.project(x, position)
+        pages = KVPages(k=write_pages(pages.k, new.k, slot), v=write_pages(pages.v, new.v, slot))
+        return self.output(attend(q, pages.k, pages.v, implementation=self.implementation), gate), pages
+
+
+def positions_in_row(x: Float[Array, "rows T H"]) -> Int[Array, "rows T"]:
+    """Return 0, 1, 2, ... for each row; scores of rotated vectors depend on differences alone."""
+    return jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])

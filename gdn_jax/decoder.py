@@ -2,15 +2,15 @@
 
     x = embed[ids];  per layer: x += mixer(norm(x)), x += ffn(norm(x));  h = norm(x);  logits = h lm_head^T
 
-Two ways through the same weights: `prefill` for packed spans, `advance` for one window of new tokens per row. Both take
-the whole state and return it.
+Three ways through the same weights: `prefill` for packed spans, `advance` for one window of new tokens per row, which
+both take the whole state and return it; and `forward` for rows of whole documents without any state, for training.
 """
 
 from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from gdn_jax.attention import GatedAttention
 from gdn_jax.config import ModelConfig
@@ -73,7 +73,7 @@ class DecoderLayer(nnx.Module):
         """Run packed spans; `attention` holds `rope_offset` and `first_key` of the MTP layer."""
         mixer: Any = self.mixer  # each kind takes and returns its own kind of state
         mixed, state = mixer.prefill(self.input_layernorm(x), state, batch, **attention)
-        return self._feed_forward(x + mixed), state
+        return self.feed_forward(x + mixed), state
 
     def advance[State: (RecurrentState, KVPages, LayerState)](
         self, x: Float[Array, "rows T H"], state: State, batch: AdvanceBatch, **attention: int
@@ -81,9 +81,14 @@ class DecoderLayer(nnx.Module):
         """Run one window per row; `attention` as for `prefill`."""
         mixer: Any = self.mixer
         mixed, state = mixer.advance(self.input_layernorm(x), state, batch, **attention)
-        return self._feed_forward(x + mixed), state
+        return self.feed_forward(x + mixed), state
 
-    def _feed_forward(self, x: Float[Array, "*tokens H"]) -> Float[Array, "*tokens H"]:
+    def forward(self, x: Float[Array, "rows T H"], document: Int[Array, "rows T"]) -> Float[Array, "rows T H"]:
+        """Run rows of whole documents; `document` says which one of its row a token belongs to."""
+        return self.feed_forward(x + self.mixer.forward(self.input_layernorm(x), document))
+
+    def feed_forward(self, x: Float[Array, "*tokens H"]) -> Float[Array, "*tokens H"]:
+        """Add the second half of the layer to what the mixer left."""
         flat = self.post_attention_layernorm(x).reshape(-1, x.shape[-1])
         return x + self.mlp(flat).reshape(x.shape)
 
@@ -150,6 +155,21 @@ class Decoder(nnx.Module):
             replay_hidden=scatter_lanes(state.replay_hidden, batch.lane, hidden),
             mtp=state.mtp,
         )
+
+    def forward(self, token_ids: Int[Array, "rows T"], document: Int[Array, "rows T"]) -> Float[Array, "rows T H"]:
+        """Run rows of whole documents from empty states; differentiable in the parameters.
+
+        Args:
+            token_ids: any documents one after the other.
+            document: at least 0; which document of its row a token belongs to. Nothing passes from one to another.
+
+        Returns:
+            Final hidden vectors (after the final norm).
+        """
+        x = self.embed_tokens(token_ids)
+        for layer in self.layers:
+            x = layer.forward(x, document)
+        return self.norm(x)
 
     def logits(self, hidden: Float[Array, "*tokens H"]) -> Float[Array, "*tokens V"]:
         """Return float32 logits of final hidden vectors."""

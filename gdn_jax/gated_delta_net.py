@@ -9,12 +9,12 @@ the published weights. The layer owns no state: slots and replay windows come in
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from gdn_jax.config import ModelConfig
-from gdn_jax.kernels.causal_conv1d import causal_conv1d_advance, causal_conv1d_prefill
+from gdn_jax.kernels.causal_conv1d import causal_conv1d_advance, causal_conv1d_forward, causal_conv1d_prefill
 from gdn_jax.kernels.dispatch import Implementation
-from gdn_jax.kernels.gated_delta import DeltaInputs, delta_inputs, gdn_advance, gdn_prefill
+from gdn_jax.kernels.gated_delta import DeltaInputs, delta_inputs, gdn_advance, gdn_forward, gdn_prefill
 from gdn_jax.kernels.gated_rms_norm import gated_rms_norm
 from gdn_jax.linear import Linear
 from gdn_jax.state import AdvanceBatch, PrefillBatch, RecurrentState, ReplayWindow, gather_lanes, scatter_lanes
@@ -85,6 +85,15 @@ class GatedDeltaNet(nnx.Module):
         )
         kept = scatter_lanes(state.replay, batch.lane, ReplayWindow(conv=raw, delta=inputs))
         return self._output(out, x), RecurrentState(recurrent=recurrent, conv=conv, replay=kept)
+
+    def forward(self, x: Float[Array, "rows T H"], document: Int[Array, "rows T"]) -> Float[Array, "rows T H"]:
+        """Run rows of whole documents without slots: what training differentiates."""
+        mixed = causal_conv1d_forward(
+            self.in_proj_qkv(x), self.conv_weight[...], document, implementation=self.implementation
+        )
+        q, inputs = self._delta_inputs(mixed, x)
+        is_first = jnp.diff(document, axis=1, prepend=-1) != 0
+        return self._output(gdn_forward(q, inputs, is_first, implementation=self.implementation), x)
 
     def _delta_inputs(
         self, mixed: Float[Array, "*tokens C"], x: Float[Array, "*tokens H"]

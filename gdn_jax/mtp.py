@@ -10,11 +10,13 @@ an entry depends only on tokens its block's hash covers; slot 0 has none and is 
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
+from gdn_jax.attention import positions_in_row
 from gdn_jax.config import ModelConfig
 from gdn_jax.decoder import DecoderLayer
 from gdn_jax.kernels.dispatch import Implementation
+from gdn_jax.kernels.document_attention import KeyValues, document_attention, visible_keys
 from gdn_jax.linear import Linear
 from gdn_jax.norm import RMSNorm
 from gdn_jax.state import AdvanceBatch, KVPages, PrefillBatch
@@ -84,6 +86,43 @@ class MTPHead(nnx.Module):
         x = self._combine(embeddings, hidden)
         x, pages = self.layer.advance(x, pages, batch, rope_offset=ROPE_OFFSET, first_key=FIRST_KEY)
         return self.norm(x), pages
+
+    def forward(
+        self,
+        embeddings: Float[Array, "rows T H"],
+        hidden: Float[Array, "rows T H"],
+        document: Int[Array, "rows T"],
+        *,
+        depth: int,
+    ) -> list[Float[Array, "rows T H"]]:
+        """Run rows of whole documents as drafting would from every token, without pages; differentiable.
+
+        The d-th output at token p is what the head gives there after feeding itself d - 1 times: it saw the target's
+        hidden vectors up to token p - d, its own outputs after that, and the true tokens up to p. Its keys are the
+        entries made from true hidden vectors up to token p - d + 1, and its own d - 1 since.
+
+        Args:
+            embeddings: of every token.
+            hidden: the target's final hidden vectors of every token.
+            document: which document of its row a token belongs to.
+            depth: outputs per token, at least 1.
+
+        Returns:
+            The outputs for d = 1, 2, ..., depth. The d-th means nothing at the first d tokens of a document.
+        """
+        attention, position = self.layer.mixer, positions_in_row(embeddings) + ROPE_OFFSET
+        has_entry = jnp.diff(document, axis=1, prepend=-1) == 0  # the first token of a document has none
+        outputs: list[Array] = []
+        entries: list[KeyValues] = []  # of each depth
+        for fed in range(depth):
+            source = hidden if fed == 0 else outputs[-1]
+            x = self._combine(embeddings, jnp.pad(source, ((0, 0), (1, 0), (0, 0)))[:, :-1])
+            q, keys, gate = attention.project(self.layer.input_layernorm(x), position)
+            entries.append(keys)
+            own = tuple(entries[d].shifted(fed - d) for d in range(1, fed + 1))
+            attended = document_attention(q, entries[0], visible_keys(document, has_entry, lag=fed), own)
+            outputs.append(self.norm(self.layer.feed_forward(x + attention.output(attended, gate))))
+        return outputs
 
     def _combine(
         self, embeddings: Float[Array, "*tokens H"], hidden: Float[Array, "*tokens H"]

@@ -8,16 +8,17 @@ u is the raw input; before a sequence's start it is zero. A *window* is the last
 from functools import partial
 
 import jax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from gdn_jax.kernels.anchors import AdvanceRows, PrefillRows
 from gdn_jax.kernels.causal_conv1d import plain, reference
 from gdn_jax.kernels.dispatch import Implementation
 
-__all__ = ["causal_conv1d_advance", "causal_conv1d_prefill"]
+__all__ = ["causal_conv1d_advance", "causal_conv1d_forward", "causal_conv1d_prefill"]
 
 _PREFILL = {Implementation.REFERENCE: reference.causal_conv1d_prefill, Implementation.JAX: plain.causal_conv1d_prefill}
 _ADVANCE = {Implementation.REFERENCE: reference.causal_conv1d_advance, Implementation.JAX: plain.causal_conv1d_advance}
+_FORWARD = {Implementation.REFERENCE: reference.causal_conv1d_forward, Implementation.JAX: plain.causal_conv1d_forward}
 
 
 @partial(jax.jit, static_argnames="implementation")
@@ -70,3 +71,24 @@ def causal_conv1d_advance(
         Outputs after SiLU in x's dtype, zeros past `num_new`; the pool.
     """
     return _ADVANCE[implementation](x, replay, weight, rows, pool)
+
+
+def causal_conv1d_forward(
+    x: Float[Array, "rows T C"],
+    weight: Float[Array, "C K"],
+    document: Int[Array, "rows T"],
+    *,
+    implementation: Implementation = Implementation.JAX,
+) -> Float[Array, "rows T C"]:
+    """Convolve rows of whole documents, without windows or pools: what training differentiates.
+
+    Args:
+        x: raw inputs, activation dtype.
+        weight: taps, as for `causal_conv1d_prefill`.
+        document: at least 0; which document of its row a token belongs to. Inputs of another one count as zeros.
+        implementation: which version computes it.
+
+    Returns:
+        Outputs after SiLU in x's dtype.
+    """
+    return _FORWARD[implementation](x, weight, document)

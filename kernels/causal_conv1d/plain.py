@@ -65,6 +65,19 @@ def causal_conv1d_advance(
     return jnp.where(rows.is_new(num_new)[:, :, None], outputs, jnp.zeros((), x.dtype)), pool
 
 
+def causal_conv1d_forward(
+    x: Float[Array, "rows T C"], weight: Float[Array, "C K"], document: Int[Array, "rows T"]
+) -> Float[Array, "rows T C"]:
+    """Convolve rows of whole documents; as `causal_conv1d.causal_conv1d_forward`."""
+    num_tokens, taps = x.shape[1], []
+    for back in range(weight.shape[1] - 1, 0, -1):
+        # -1 is no document: before the row's start there is none
+        before = jnp.pad(document, ((0, 0), (back, 0)), constant_values=-1)[:, :num_tokens]
+        tap = jnp.pad(x, ((0, 0), (back, 0), (0, 0)))[:, :num_tokens]
+        taps.append(jnp.where((before == document)[..., None], tap, jnp.zeros((), x.dtype)))
+    return _convolve([*taps, x], weight)
+
+
 def _convolve(taps: list[Float[Array, "*tokens C"]], weight: Float[Array, "C K"]) -> Float[Array, "*tokens C"]:
     """Return silu(sum_j w_j tap_j), summed in float32 from the oldest tap on, in the taps' dtype."""
     total = jnp.zeros(taps[0].shape, jnp.float32)

@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from gdn_jax.kernels.anchors import NULL_SLOT, AdvanceRows, PrefillRows, load_slots, store_slots
 
@@ -79,3 +79,22 @@ def causal_conv1d_advance(
 
     pool, outputs = jax.lax.scan(run_row, pool, jnp.arange(num_rows, dtype=jnp.int32))
     return outputs, pool
+
+
+def causal_conv1d_forward(
+    x: Float[Array, "rows T C"], weight: Float[Array, "C K"], document: Int[Array, "rows T"]
+) -> Float[Array, "rows T C"]:
+    """Convolve rows of whole documents token by token; as `causal_conv1d.causal_conv1d_forward`."""
+    no_document = jnp.full(document[:, :1].shape, -1, document.dtype)
+    is_first = document != jnp.concatenate([no_document, document[:, :-1]], axis=1)
+
+    def run_token(window: Array, token: tuple[Array, Array]) -> tuple[Array, Array]:
+        new, first = token
+        history = jnp.concatenate([jnp.where(first, jnp.zeros_like(window), window), new[None]])
+        return history[1:], convolve(history, weight)
+
+    def run_row(x: Array, is_first: Array) -> Array:
+        nothing = jnp.zeros((weight.shape[1] - 1, x.shape[1]), x.dtype)
+        return jax.lax.scan(run_token, nothing, (x, is_first))[1]
+
+    return jax.vmap(run_row)(x, is_first)

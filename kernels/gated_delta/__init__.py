@@ -1,4 +1,4 @@
-"""Gated delta rule: the recurrent core of a GDN layer, as paged prefill and as dual-anchor advance.
+"""Gated delta rule: the recurrent core of a GDN layer, as paged prefill, dual-anchor advance and whole documents.
 
 Per value head h, with key head h // (Nv / Nk), state S [dk, dv] in float32 (stored transposed, `[dv, dk]`):
 
@@ -11,17 +11,18 @@ q and k arrive l2-normalised, q scaled (`delta_inputs` makes them); g is the log
 from functools import partial
 
 import jax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from gdn_jax.kernels.anchors import AdvanceRows, PrefillRows
 from gdn_jax.kernels.dispatch import Implementation
 from gdn_jax.kernels.gated_delta import chunked, reference
 from gdn_jax.kernels.gated_delta.inputs import DeltaInputs, delta_inputs
 
-__all__ = ["DeltaInputs", "delta_inputs", "gdn_advance", "gdn_prefill"]
+__all__ = ["DeltaInputs", "delta_inputs", "gdn_advance", "gdn_forward", "gdn_prefill"]
 
 _PREFILL = {Implementation.REFERENCE: reference.gdn_prefill, Implementation.JAX: chunked.gdn_prefill}
 _ADVANCE = {Implementation.REFERENCE: reference.gdn_advance, Implementation.JAX: chunked.gdn_advance}
+_FORWARD = {Implementation.REFERENCE: reference.gdn_forward, Implementation.JAX: chunked.gdn_forward}
 
 
 @partial(jax.jit, static_argnames="implementation")
@@ -81,3 +82,24 @@ def gdn_advance(
         Outputs in the dtype of v, zeros past `num_new`; the pool. `rows.saves()` tells which saves were stored.
     """
     return _ADVANCE[implementation](q, new, replay, rows, pool)
+
+
+def gdn_forward(
+    q: Float[Array, "rows T Nk dk"],
+    inputs: DeltaInputs,
+    is_first: Bool[Array, "rows T"],
+    *,
+    implementation: Implementation = Implementation.JAX,
+) -> Float[Array, "rows T Nv dv"]:
+    """Run rows of whole documents from an empty state, without pools: what training differentiates.
+
+    Args:
+        q: queries, as for `gdn_prefill`.
+        inputs: keys, values and gates of the same tokens.
+        is_first: whether a token begins a document; the state before it is forgotten.
+        implementation: which version computes it.
+
+    Returns:
+        Outputs in the dtype of v.
+    """
+    return _FORWARD[implementation](q, inputs, is_first)

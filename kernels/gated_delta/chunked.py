@@ -1,59 +1,20 @@
 """The gated delta rule in chunks of 64 tokens: the plain-JAX version, for any device, differentiable in reverse.
 
-In a chunk with rows i, j, G_i the running sum of g, and D_ij = exp(G_i - G_j) for j <= i, 0 above the diagonal:
-
-    A = strictly_lower( diag(beta) (K K^T o D) )        T = (I + A)^-1 diag(beta)
-    V' = T (V - diag(exp G) K S)                        what the chunk's tokens really write
-    O = diag(exp G) Q S + (Q K^T o D) V'
-    S <- exp(G_n) S + K^T diag(exp(G_n - G)) V'
-
-(Yang, Kautz, Hatamizadeh: Gated Delta Networks, 2024, section 3.3, with W and U folded into V'.) The inverse, the
-decays and the scores Q K^T o D do not need S and are computed for all chunks at once; a serial scan over the chunks
-then carries the float32 state and the pool.
+`chunk.py` holds the maths of one chunk. Here a serial scan over the chunks carries the float32 state: with the pool for
+packed spans, or many sequences side by side from an empty state.
 """
-
-from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from gdn_jax.kernels.anchors import NULL_SLOT, AdvanceRows, PrefillRows, load_slots, store_slots
-from gdn_jax.kernels.chunk_table import ChunkTable, chunk_table
+from gdn_jax.kernels.chunk_table import chunk_table
+from gdn_jax.kernels.gated_delta.chunk import LEAST_DECAY, Chunk, prepare_chunks, run_chunk
 from gdn_jax.kernels.gated_delta.inputs import DeltaInputs
 from gdn_jax.kernels.gated_delta.reference import delta_read, delta_update
-from gdn_jax.kernels.gated_delta.triangular import unit_lower_inverse
 from gdn_jax.kernels.late import scan_late
-from gdn_jax.kernels.numerics import CHUNK, einsum
-
-_LEAST_DECAY = -120.0  # exp of this and of anything below is zero in float32
-_DECAY_GRID = 1024.0  # sums of 64 multiples of 1 / 1024 above -120 are exact in float32
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True)
-class _Chunk:
-    """What the serial scan needs of each chunk; h counts key heads, r the value heads of one of them.
-
-    Attributes:
-        keys: K, operand dtype.
-        queries: Q, operand dtype.
-        values: V, operand dtype.
-        inverse: (I + A)^-1, operand dtype.
-        scores: Q K^T o D, operand dtype.
-        beta: write strengths.
-        decay_in: exp(G_i), from the chunk's start to after token i.
-        decay_out: exp(G_n - G_i), from after token i to the chunk's end.
-    """
-
-    keys: Float[Array, "*chunks h places dk"]
-    queries: Float[Array, "*chunks h places dk"]
-    values: Float[Array, "*chunks h r places dv"]
-    inverse: Float[Array, "*chunks h r places places"]
-    scores: Float[Array, "*chunks h r places places"]
-    beta: Float[Array, "*chunks h r places"]
-    decay_in: Float[Array, "*chunks h r places"]
-    decay_out: Float[Array, "*chunks h r places"]
+from gdn_jax.kernels.numerics import CHUNK
 
 
 def gdn_prefill(
@@ -63,86 +24,49 @@ def gdn_prefill(
     pool: Float[Array, "slots Nv dv dk"],
 ) -> tuple[Float[Array, "T Nv dv"], Float[Array, "slots Nv dv dk"]]:
     """Run packed spans chunk by chunk; as `gated_delta.gdn_prefill`, which says what the arguments mean."""
-    dtype, (_, num_heads, dv, dk) = inputs.v.dtype, pool.shape
+    _, num_heads, dv, dk = pool.shape
     table = chunk_table(rows, q.shape[0])
-    chunks = _prepare(q, inputs, table)
+    chunks = prepare_chunks(table.take(q), jax.tree.map(table.take, inputs))
 
-    def run_chunk(carry: tuple[Array, Array], scanned: tuple) -> tuple[tuple[Array, Array], Array]:
+    def step(carry: tuple[Array, Array], scanned: tuple) -> tuple[tuple[Array, Array], Array]:
         state, pool = carry
         chunk, is_first, read_slot, export_slot, write_slot = scanned
         state = jnp.where(is_first, load_slots(pool, read_slot).astype(jnp.float32).reshape(state.shape), state)
-
-        operand = state.astype(dtype)
-        readings = einsum("hik,hrvk->hriv", jnp.concatenate([chunk.keys, chunk.queries], axis=1), operand)
-        at_keys, at_queries = (chunk.decay_in[..., None] * x for x in jnp.split(readings, 2, axis=-2))
-        error = chunk.beta[..., None] * (chunk.values.astype(jnp.float32) - at_keys)
-        written = einsum("hrij,hrjv->hriv", chunk.inverse, error.astype(dtype))
-
-        kept = (chunk.decay_out[..., None] * written).astype(dtype)
-        state = chunk.decay_in[..., -1:, None] * state + einsum("hriv,hik->hrvk", kept, chunk.keys)
+        state, output = run_chunk(state, chunk)
         by_head = state.reshape(num_heads, dv, dk)
         pool = store_slots(store_slots(pool, export_slot, by_head), write_slot, by_head)
-        output = at_queries + einsum("hrij,hrjv->hriv", chunk.scores, written.astype(dtype))
-        return (state, pool), output.astype(dtype)
+        return (state, pool), output
 
     nothing = jnp.zeros((q.shape[1], num_heads // q.shape[1], dv, dk), jnp.float32)
     scanned = (chunks, table.is_first, table.read_slot, table.export_slot, table.write_slot)
-    (_, pool), outputs = scan_late(run_chunk, (nothing, pool), scanned, after=inputs.v)
+    (_, pool), outputs = scan_late(step, (nothing, pool), scanned, after=inputs.v)
     outputs = outputs.reshape(-1, num_heads, CHUNK, dv)
     return table.put(jnp.moveaxis(outputs, 1, 2)), pool
 
 
-def _prepare(q: Float[Array, "T Nk dk"], inputs: DeltaInputs, table: ChunkTable) -> _Chunk:
-    """Compute what does not depend on the state, of all chunks at once."""
-    dtype = inputs.v.dtype
+def gdn_forward(
+    q: Float[Array, "rows T Nk dk"], inputs: DeltaInputs, is_first: Bool[Array, "rows T"]
+) -> Float[Array, "rows T Nv dv"]:
+    """Run rows of documents side by side, chunk by chunk; as `gated_delta.gdn_forward`."""
+    num_rows, num_tokens, num_key_heads, dk = q.shape
+    num_heads, dv = inputs.v.shape[2:]
+    # A decay of zero at a document's first token forgets all before it, in the state and inside the chunk.
+    g = jnp.where(is_first[..., None], LEAST_DECAY, inputs.g)
+    inputs = DeltaInputs(k=inputs.k, v=inputs.v, g=g, beta=inputs.beta)
+    pads = -num_tokens % CHUNK
 
-    def by_key_head(x: Array) -> Array:  # [T, Nk, ...] to [chunks, h, places, ...]
-        return _once(jnp.moveaxis(table.take(x), 1, 2))
+    def by_chunk(x: Array) -> Array:  # [rows, T, ...] to [chunks * rows, places, ...]
+        x = jnp.pad(x, [(0, 0), (0, pads)] + [(0, 0)] * (x.ndim - 2))
+        x = jnp.moveaxis(x.reshape(num_rows, -1, CHUNK, *x.shape[2:]), 1, 0)
+        return x.reshape(-1, *x.shape[2:])
 
-    def by_value_head(x: Array) -> Array:  # [T, Nv, ...] to [chunks, h, r, places, ...]
-        x = by_key_head(x)
-        return x.reshape(x.shape[0], q.shape[1], -1, *x.shape[2:])
-
-    keys, queries, beta = by_key_head(inputs.k), by_key_head(q), by_value_head(inputs.beta)
-    decay, decay_in, decay_out = _decays(by_value_head(inputs.g))
-    key_products = einsum("nhik,nhjk->nhij", keys, keys)[:, :, None]  # once for all value heads of a key head
-    query_products = einsum("nhik,nhjk->nhij", queries, keys)[:, :, None]
-
-    below = jnp.tril(jnp.ones((CHUNK, CHUNK), jnp.float32), -1)[None, None, None]
-    lower = _once(beta[..., None] * key_products * decay * below)
-    return _Chunk(
-        keys=keys,
-        queries=queries,
-        values=by_value_head(inputs.v),
-        inverse=unit_lower_inverse(lower).astype(dtype),
-        scores=(query_products * decay).astype(dtype),
-        beta=beta,
-        decay_in=decay_in,
-        decay_out=decay_out,
-    )
-
-
-def _decays(g: Float[Array, "*lead places"]) -> tuple[Array, Array, Array]:
-    """Return D [..., i, j] with zeros above the diagonal, exp(G_i) and exp(G_n - G_i).
-
-    Differences of running sums would lose the small decays that follow a strong one (after g = -1e4, sums of -0.1 have
-    errors of 1e-3). So g splits into a multiple of 1 / 1024, whose sums and differences are exact, and a rest
-    whose sums stay below 1 / 16.
-    """
-    g = jnp.maximum(g, _LEAST_DECAY)
-    coarse = jax.lax.stop_gradient(jnp.round(g * _DECAY_GRID) / _DECAY_GRID)
-    sums = _once((jnp.cumsum(coarse, axis=-1), jnp.cumsum(g - coarse, axis=-1)))
-    exponent = sum(s[..., :, None] - s[..., None, :] for s in sums)
-    places = jnp.arange(g.shape[-1])
-    mask = _once(jnp.where(places[:, None] >= places[None], 0.0, -jnp.inf))
-    mask = mask.reshape((1,) * (g.ndim - 1) + mask.shape)
-    decay = _once(jnp.exp(exponent + mask))  # masked before exp: above the diagonal it would overflow
-    return decay, jnp.exp(sum(sums)), jnp.exp(sum(s[..., -1:] - s for s in sums))
-
-
-def _once[T](x: T) -> T:
-    """Keep XLA from fusing the making of x into each of its consumers, where it would be computed many times over."""
-    return jax.lax.optimization_barrier(x)
+    chunks = prepare_chunks(by_chunk(q), jax.tree.map(by_chunk, inputs))
+    chunks: Chunk = jax.tree.map(lambda x: x.reshape(-1, num_rows, *x.shape[1:]), chunks)
+    nothing = jnp.zeros((num_rows, num_key_heads, num_heads // num_key_heads, dv, dk), jnp.float32)
+    _, outputs = jax.lax.scan(jax.vmap(run_chunk), nothing, chunks)
+    outputs = outputs.reshape(-1, num_rows, num_heads, CHUNK, dv)  # [chunks, rows, Nv, places, dv]
+    outputs = jnp.transpose(outputs, (1, 0, 3, 2, 4)).reshape(num_rows, -1, num_heads, dv)
+    return outputs[:, :num_tokens]
 
 
 def gdn_advance(

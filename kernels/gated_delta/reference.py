@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from gdn_jax.kernels.anchors import NULL_SLOT, AdvanceRows, PrefillRows, load_slots, store_slots
 from gdn_jax.kernels.gated_delta.inputs import DeltaInputs
@@ -67,6 +67,24 @@ def gdn_prefill(
     (_, pool), outputs = jax.lax.scan(run_token, (nothing, pool), jnp.arange(num_tokens, dtype=jnp.int32))
     moved_to = jnp.where(rows.length == 0, rows.write_slot, NULL_SLOT)
     return outputs, store_slots(pool, moved_to, load_slots(pool, rows.read_slot))
+
+
+def gdn_forward(
+    q: Float[Array, "rows T Nk dk"], inputs: DeltaInputs, is_first: Bool[Array, "rows T"]
+) -> Float[Array, "rows T Nv dv"]:
+    """Run rows of documents token by token; as `gated_delta.gdn_forward`."""
+
+    def run_row(q: Array, inputs: DeltaInputs, is_first: Array) -> Array:
+        def run_token(state: Array, token: tuple[Array, DeltaInputs, Array]) -> tuple[Array, Array]:
+            query, new, first = token
+            state = jnp.where(first, jnp.zeros_like(state), state)
+            state = delta_update(state, new.k, new.v, new.g, new.beta)
+            return state, delta_read(state, query).astype(new.v.dtype)
+
+        nothing = jnp.zeros((*inputs.v.shape[1:], q.shape[-1]), jnp.float32)
+        return jax.lax.scan(run_token, nothing, (q, inputs, is_first))[1]
+
+    return jax.vmap(run_row)(q, inputs, is_first)
 
 
 def gdn_advance(

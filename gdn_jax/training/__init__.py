@@ -1,0 +1,1 @@
+"""Training a small model: everything around the loss. Needs the extra `train`; nothing of the engine imports it."""
