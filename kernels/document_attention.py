@@ -6,6 +6,7 @@ Scores of a row are held at once, so this is for rows of a few thousand tokens. 
 pass and not kept. Scores and softmax are float32; operands of both products keep their dtype.
 """
 
+import functools
 from dataclasses import dataclass
 
 import jax
@@ -66,11 +67,17 @@ def document_attention(
     """
     heads, width = keys.k.shape[2:]
     q = q.reshape(*q.shape[:2], heads, -1, width)
-    scores = einsum("rthgd,rshd->rhgts", q, keys.k) * width**-0.5
-    scores = jnp.where(visible[:, None, None], scores, _MASKED)
-    extra = [einsum("rthgd,rthd->rhgt", q, one.k)[..., None] * width**-0.5 for one in own]
-    weights = jax.nn.softmax(jnp.concatenate([scores, *extra], axis=-1), axis=-1).astype(keys.v.dtype)
-    out = einsum("rhgts,rshd->rthgd", weights[..., : visible.shape[2]], keys.v)
-    for index, one in enumerate(own):
-        out = out + einsum("rhgt,rthd->rthgd", weights[..., visible.shape[2] + index], one.v)
-    return out.reshape(*out.shape[:2], -1, width).astype(keys.v.dtype)
+    # h before t and g behind it: the order in which the product comes, so that no scores are moved.
+    scores = einsum("rthgd,rshd->rhtgs", q, keys.k) * width**-0.5
+    scores = jnp.where(visible[:, None, :, None], scores, _MASKED)
+    own_scores = [einsum("rthgd,rthd->rhtg", q, one.k) * width**-0.5 for one in own]
+    # The result does not depend on the shift, so no gradient flows through it.
+    highest = jax.lax.stop_gradient(functools.reduce(jnp.maximum, own_scores, scores.max(axis=-1)))
+    weights = jnp.exp(scores - highest[..., None])
+    own_weights = [jnp.exp(score - highest) for score in own_scores]
+    total = sum(own_weights, weights.sum(axis=-1))
+    out = einsum("rhtgs,rshd->rhtgd", weights.astype(keys.v.dtype), keys.v)
+    for weight, one in zip(own_weights, own, strict=True):
+        out = out + einsum("rhtg,rthd->rhtgd", weight.astype(one.v.dtype), one.v)
+    out = (out / total[..., None]).astype(keys.v.dtype)
+    return out.transpose(0, 2, 1, 3, 4).reshape(q.shape[0], q.shape[1], -1, width)
