@@ -25,11 +25,13 @@ class LossOptions:
         mtp_weight: of the head's loss beside the model's; 0 leaves the head out.
         mtp_depth: how often the head feeds itself in training, at least 1; tokens it will draft.
         mtp_soft_share: share of the head's loss that asks for the model's distribution, 0..1.
+        mtp_row_share: share of the rows that the head learns from, above 0; its depths cost almost what the model does.
     """
 
     mtp_weight: float = 0.3
     mtp_depth: int = 3
     mtp_soft_share: float = 0.5
+    mtp_row_share: float = 1.0
 
 
 def training_loss(
@@ -45,23 +47,29 @@ def training_loss(
     Returns:
         The loss, and `next_token`, `mtp_1` ... `mtp_<depth>` (of the text's tokens) and `num_targets`.
     """
-    document, decoder = batch.document, model.decoder
-    hidden = decoder.forward(batch.token_ids, document)
-    target = jnp.roll(batch.token_ids, -1, axis=1)
-    counts = jnp.diff(document, axis=1, append=-1) == 0
+    decoder = model.decoder
+    hidden = decoder.forward(batch.token_ids, batch.document)
+    target, counts = _targets(batch)
     next_token, _ = _cross_entropy(decoder, hidden, None, target, counts)
     metrics = {"next_token": next_token, "num_targets": counts.sum()}
     if model.mtp is None or options.mtp_weight == 0.0:
         return next_token, metrics
 
+    num_rows = max(1, round(options.mtp_row_share * hidden.shape[0]))
+    batch, hidden, target, counts = jax.tree.map(lambda x: x[:num_rows], (batch, hidden, target, counts))
     head_loss = jnp.zeros((), jnp.float32)
-    drafts = model.mtp.forward(decoder.embed_tokens(batch.token_ids), hidden, document, depth=options.mtp_depth)
+    drafts = model.mtp.forward(decoder.embed_tokens(batch.token_ids), hidden, batch.document, depth=options.mtp_depth)
     for depth, output in enumerate(drafts, start=1):
-        known = counts & _same_document(document, depth)
+        known = counts & _same_document(batch.document, depth)
         hard, soft = _cross_entropy(decoder, output, jax.lax.stop_gradient(hidden), target, known)
         head_loss += (1.0 - options.mtp_soft_share) * hard + options.mtp_soft_share * soft
         metrics[f"mtp_{depth}"] = hard
     return next_token + options.mtp_weight / options.mtp_depth * head_loss, metrics
+
+
+def _targets(batch: TrainBatch) -> tuple[Int[Array, "rows T"], Bool[Array, "rows T"]]:
+    """Return the token after each one, and whether it is of the same document."""
+    return jnp.roll(batch.token_ids, -1, axis=1), jnp.diff(batch.document, axis=1, append=-1) == 0
 
 
 def _same_document(document: Int[Array, "rows T"], back: int) -> Bool[Array, "rows T"]:

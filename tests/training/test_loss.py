@@ -108,3 +108,15 @@ def test_the_head_follows_the_model_and_not_the_model_the_head(model, logits):
     got = gradients(model, lambda model: training_loss(model, BATCH, options)[0])
     for path, want in gradients(model, by_hand).items():
         np.testing.assert_allclose(got[path], want, atol=1e-4 * np.abs(want).max(), err_msg=str(path))
+
+
+def test_the_head_may_learn_from_some_rows_alone(model):
+    twice = TrainBatch(
+        token_ids=jnp.concatenate([IDS, IDS[:, ::-1]]), document=jnp.concatenate([BATCH.document, BATCH.document * 0])
+    )
+    graph, params = nnx.split(model)
+    options = replace(OPTIONS, mtp_row_share=0.5)
+    parts = jax.jit(lambda params: training_loss(nnx.merge(graph, params), twice, options)[1])(params)
+    alone = compute(model, OPTIONS)[1]
+    np.testing.assert_allclose(float(parts["mtp_2"]), alone["mtp_2"], rtol=1e-5)  # the first row's
+    assert float(parts["num_targets"]) == alone["num_targets"] + 63
