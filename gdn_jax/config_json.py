@@ -14,6 +14,7 @@ from gdn_jax.config_keys import ConfigKeys, one_of, shown
 from gdn_jax.config_quantization import read_quantization
 from gdn_jax.config_rope import read_rope
 from gdn_jax.errors import ConfigError, UnsupportedModelError
+from gdn_jax.shipped import shipped_models
 
 LINEAR_ATTENTION = "linear_attention"
 FULL_ATTENTION = "full_attention"
@@ -149,8 +150,8 @@ def _no_folder_message(name: str) -> str:
     hub_name = name if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name) else "OWNER/NAME"
     target = hub_name.split("/")[1]
     return (
-        f"a model must be given as a local folder, names on a hub are not looked up; there is no folder {name!r}; "
-        f"check the path, or download the model first (huggingface-cli download {hub_name} --local-dir {target}, "
+        f"a model must be given as a local folder or by the name of a shipped one ({', '.join(shipped_models())}), names "
+        f"on a hub are not looked up; there is no folder {name!r}; check the path, or download the model first (huggingface-cli download {hub_name} --local-dir {target}, "
         f"or hf download in newer versions) and give {target}"
     )
 

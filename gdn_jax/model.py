@@ -19,6 +19,7 @@ from gdn_jax.kernels.anchors import PrefillRows
 from gdn_jax.kernels.dispatch import Implementation, choose_kernels
 from gdn_jax.kernels.numerics import CHUNK
 from gdn_jax.mtp import MTPHead
+from gdn_jax.shipped import model_folder
 from gdn_jax.state import PrefillBatch, make_state
 from gdn_jax.weights import dummy_weights, has_mtp, load_weights
 
@@ -142,7 +143,8 @@ def load_model(
     """Load a text model from a folder in the published layout.
 
     Args:
-        folder: holds config.json and, unless `load_format` is "dummy", safetensors weights.
+        folder: holds config.json and, unless `load_format` is "dummy", safetensors weights; or the name of a shipped
+            model.
         dtype: "auto" (what config.json names), "bfloat16", "float16" or "float32".
         load_format: "auto" or "safetensors" read weight files; "dummy" makes seeded random weights, no file needed.
         kernels: "auto", or an implementation by name.
@@ -157,6 +159,7 @@ def load_model(
         WeightsError: a weight file is damaged or its tensors are not the model's.
         UnsupportedKernelError: `kernels` names an implementation that cannot run here.
     """
+    folder = model_folder(folder)
     config = ModelConfig.from_folder(folder)
     if load_format not in _LOAD_FORMATS:
         raise ConfigError(f"load_format must be one of {', '.join(_LOAD_FORMATS)}; got {load_format!r}")

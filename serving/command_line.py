@@ -88,7 +88,7 @@ class Info:
     """Say what a model is, what it needs, and what fits; reads config.json alone.
 
     Attributes:
-        model: folder with config.json, or a config file.
+        model: folder with config.json, a config file, or the name of a shipped model: pico.
         memory_gib: memory of a device, for what fits.
         dtype: of weights, activations and KV: auto, bfloat16, float16 or float32.
         json: print JSON.

@@ -37,7 +37,7 @@ class EngineConfig:
     """Settings of one engine.
 
     Attributes:
-        model: folder with config.json, weights and tokenizer.
+        model: folder with config.json, weights and tokenizer, or the name of a model that came with the package: pico.
         tokenizer: folder with tokenizer files and chat template; empty: the model's. End tokens and sampling defaults
             are the model folder's in any case.
         dtype: of weights and activations; auto: what the model's config names.

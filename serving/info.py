@@ -10,6 +10,7 @@ from gdn_jax.errors import ConfigError
 from gdn_jax.model import resolve_dtype
 from gdn_jax.serving.core.errors import StartupError
 from gdn_jax.serving.runner.memory import MemoryRequest, describe_bytes, plan_memory
+from gdn_jax.shipped import model_folder
 from gdn_jax.sizes import (
     kv_bytes_per_token,
     mtp_kv_bytes_per_token,
@@ -26,7 +27,7 @@ def describe_model(model: str, *, memory_gib: float, dtype: str) -> dict[str, st
     """Return lines of a report by name.
 
     Args:
-        model: folder with config.json, or a config file.
+        model: folder with config.json, a config file, or the name of a shipped model.
         memory_gib: memory of the device that should run it, in GiB.
         dtype: "auto" or a dtype by name.
 
@@ -35,7 +36,7 @@ def describe_model(model: str, *, memory_gib: float, dtype: str) -> dict[str, st
     """
     if not 0 < memory_gib <= _MOST_GIB:
         raise ConfigError(f"memory_gib must be a positive number of at most {_MOST_GIB:.0f}; got {memory_gib}")
-    config = _read(Path(model))
+    config = _read(Path(model_folder(model)))
     name = str(resolve_dtype(dtype, config))
     main, mtp = parameter_count(config)
     kv, mtp_kv = kv_bytes_per_token(config, name), mtp_kv_bytes_per_token(config, name)

@@ -34,7 +34,7 @@ class LLM:
         """Load a model and get ready to run; every choice made is logged.
 
         Args:
-            model: a folder with config.json, weights and tokenizer.
+            model: a folder with config.json, weights and tokenizer, or the name of a shipped model: "pico".
             settings: fields of `EngineConfig`, or vLLM's names where they mean the same; and `use_tqdm`
                 (default True) to show progress while loading.
 

@@ -38,6 +38,7 @@ from gdn_jax.serving.runner.pools import PoolSizes
 from gdn_jax.serving.runner.runner import Runner
 from gdn_jax.serving.text.chat_template import ChatTemplate
 from gdn_jax.serving.text.tokenizer import GenerationDefaults, Tokenizer
+from gdn_jax.shipped import model_folder
 from gdn_jax.weights import dummy_weights, has_mtp, load_weights
 
 _LOG = logging.getLogger(__name__)
@@ -70,6 +71,11 @@ def build_engine(config: EngineConfig, *, show_progress: bool = True) -> EngineP
         WeightsError: weight files are damaged or not the model's.
         UnsupportedKernelError: `kernels` names an implementation that cannot run here.
     """
+    config = dataclasses.replace(
+        config,
+        model=model_folder(config.model),
+        tokenizer=model_folder(config.tokenizer),
+    )
     published = ModelConfig.from_folder(config.model)
     _check_quantization(config, published)
     model_config = _with_head_as_asked(config, published)
