@@ -149,10 +149,11 @@ def _no_folder_message(name: str) -> str:
     # What has the form owner/name may be a mistyped path as well as a name on a hub.
     hub_name = name if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name) else "OWNER/NAME"
     target = hub_name.split("/")[1]
+    shipped = ", ".join(shipped_models())
     return (
-        f"a model must be given as a local folder or by the name of a shipped one ({', '.join(shipped_models())}), names "
-        f"on a hub are not looked up; there is no folder {name!r}; check the path, or download the model first (huggingface-cli download {hub_name} --local-dir {target}, "
-        f"or hf download in newer versions) and give {target}"
+        f"a model must be given as a local folder or by the name of a shipped one ({shipped}), names on a hub are not "
+        f"looked up; there is no folder {name!r}; check the path, or download the model first "
+        f"(huggingface-cli download {hub_name} --local-dir {target}, or hf download in newer versions) and give {target}"
     )
 
 
