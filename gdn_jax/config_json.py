@@ -153,7 +153,7 @@ def _no_folder_message(name: str) -> str:
     return (
         f"a model must be given as a local folder or by the name of a shipped one ({shipped}), names on a hub are not "
         f"looked up; there is no folder {name!r}; check the path, or download the model first "
-        f"(huggingface-cli download {hub_name} --local-dir {target}, or hf download in newer versions) and give {target}"
+        f"(huggingface-cli download {hub_name} --local-dir {target}, or hf download in newer versions) and use {target}"
     )
 
 
