@@ -7,7 +7,8 @@ one tensor as it stands. Two kinds come in more than one form, told apart by the
     experts      one fused tensor, or one tensor per expert and projection
     GDN inputs   in_proj_qkv, _z, _b, _a, or two matrices packed by key head (Qwen3-Next)
 
-All forms are described alike, as runs of rows (`Piece`). This module reads no files and checks no shapes.
+All forms are described alike, as runs of rows (`Piece`). What is written has one form only (`stored_form`). This module
+reads no files and checks no shapes.
 """
 
 import math
@@ -137,8 +138,23 @@ def pieces_of(path: ParameterPath, shape: tuple[int, ...], config: ModelConfig, 
     other_exists = any(piece.name in stored for piece in other_form)
     if other_exists or (other_form and name not in stored and config.model_type == "qwen3_next"):
         return other_form
-    tensor_shape = (shape[0], 1, shape[1]) if path[-1] == "conv_weight" else shape
+    _, tensor_shape = stored_form(path, shape)
     return [Piece(name=name, shape=tensor_shape, first_row=0, target_row=0, num_rows=num_rows(shape))]
+
+
+def stored_form(path: ParameterPath, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+    """Return the name and the shape under which a parameter is written as one tensor, its elements in the same order.
+
+    That is the form of Qwen3.5; reading also knows others, see `pieces_of`.
+
+    Args:
+        path: of the parameter.
+        shape: of the parameter.
+
+    Raises:
+        KeyError: no such parameter is in the table.
+    """
+    return _name_of(path), (shape[0], 1, shape[1]) if path[-1] == "conv_weight" else tuple(shape)
 
 
 def _name_of(path: ParameterPath) -> str:

@@ -1,4 +1,4 @@
-"""The command line: `gdn-jax generate`, `serve` and `info`. The one place that sets up logging and prints."""
+"""The command line: `gdn-jax generate`, `serve`, `info` and `train`. The one place that sets up logging and prints."""
 
 import json
 import logging
@@ -6,6 +6,8 @@ import os
 import sys
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, field, fields, replace
+from importlib import import_module
+from types import ModuleType
 from typing import Annotated
 
 import tyro
@@ -27,6 +29,7 @@ from gdn_jax.serving.sampling_params import RequestOutputKind, SamplingParams
 
 # What was given cannot be used: settings, parameters, files. Anything else that is no bug is a failure while running.
 _MISTAKES = (SettingError, RequestError, StartupError, ModelError, UnsupportedKernelError)
+_INTERRUPTED = 130  # 128 and the number of SIGINT
 _READER_LEFT = 141  # 128 and the number of SIGPIPE, as shells say it
 _MEMORY_SHARE = "0.95"  # of a card for JAX; the rest is for the driver, its libraries and their workspaces
 
@@ -117,10 +120,36 @@ class Serve:
     verbose: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    """Train a small model from text; needs the extra `train`. What is left out follows the config file.
+
+    Attributes:
+        config: TOML file, such as those in configs/train.
+        out: folder for checkpoints, the plot and the final model.
+        text: folder with train/ and held_out/; may be given several times.
+        steps: of the whole run.
+        time_limit_s: seconds after which the run ends with a checkpoint.
+        resume: go on from the newest checkpoint in the out folder; --no-resume deletes the checkpoints there.
+        quiet: only warnings, no progress bars.
+        verbose: also the log lines for developers.
+    """
+
+    config: str
+    out: str | None = None
+    text: UseAppendAction[tuple[str, ...]] = ()
+    steps: int | None = None
+    time_limit_s: float | None = None
+    resume: bool = True
+    quiet: bool = False
+    verbose: bool = False
+
+
 _Command = (
     Annotated[Generate, subcommand("generate")]
     | Annotated[Serve, subcommand("serve")]
     | Annotated[Info, subcommand("info")]
+    | Annotated[Train, subcommand("train")]
 )
 
 
@@ -139,6 +168,8 @@ def run() -> int:
     try:
         if isinstance(command, Generate):
             return _generate(command)
+        if isinstance(command, Train):
+            return _train(command)
         if isinstance(command, Serve):
             _serve(command)
         else:
@@ -183,7 +214,7 @@ def _one_line(problem: Exception) -> str:
     return " ".join(str(problem).split())
 
 
-def _set_up_logging(command: Generate | Serve, formatter: logging.Formatter | None = None) -> None:
+def _set_up_logging(command: Generate | Serve | Train, formatter: logging.Formatter | None = None) -> None:
     level = logging.WARNING if command.quiet else logging.DEBUG if command.verbose else logging.INFO
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(formatter or logging.Formatter("%(levelname).1s %(message)s"))
@@ -224,6 +255,28 @@ def _serve(command: Serve) -> None:
         command.server,
         model=command.engine.model,
     )
+
+
+def _train(command: Train) -> int:
+    """Return the exit code: 1 if the run diverged, 130 if it was interrupted (and left a checkpoint)."""
+    training = _training()
+    _set_up_logging(command)
+    given = {item.name: getattr(command, item.name) for item in fields(command)}
+    ended = training.train(given.pop("config"), **{name: given[name] for name in given if name != "verbose"})
+    sys.stderr.write(f"gdn-jax: {ended.message}\n")
+    return {"diverged": 1, "interrupted": _INTERRUPTED}.get(ended.reason, 0)
+
+
+def _training() -> ModuleType:
+    """Load what training needs, by name: an installation without the extra has not all of it."""
+    try:
+        return import_module("gdn_jax.training.command")
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("gdn_jax"):
+            raise
+        raise SettingError(
+            f"gdn-jax train needs the extra `train`; {error.name} is not installed; pip install 'gdn-jax[train]'"
+        ) from error
 
 
 def _settings(config: EngineConfig) -> dict[str, object]:

@@ -92,6 +92,8 @@ JITTED = {
     "model": {"_prompt_logits"},
     "dummy": {"_draw"},
     "slabs": {"_store"},
+    "training.parameters": {"initial_parameters"},
+    "training.step": {"train_step", "evaluation_step"},
     "quantization": {"decode"},
 }
 _COMPILERS = {"jit", "pmap", "pjit"}

@@ -3,7 +3,7 @@
 import pytest
 from weight_folders import FAMILIES, make_config, shapes
 
-from gdn_jax.tensor_names import Piece, canonical_name, is_mtp, num_rows, pieces_of
+from gdn_jax.tensor_names import Piece, canonical_name, is_mtp, num_rows, pieces_of, stored_form
 
 
 @pytest.mark.parametrize(
@@ -96,3 +96,11 @@ def test_where_no_form_exists_the_familys_usual_one_is_asked_for(family, experts
     config, layer = make_config(family), ("decoder", "layers", 0)
     assert pieces_of((*layer, "mlp", "experts_down"), (3, 8, 5), config, ())[0].name == f"model.layers.0.{experts}"
     assert pieces_of((*layer, "mixer", "in_proj_b", "weight"), (6, 8), config, ())[0].name == f"model.layers.0.{gates}"
+
+
+def test_what_is_written_is_what_is_read_of_the_newer_dense_family():
+    config = make_config("q35")
+    for path, shape in [(("decoder", "layers", 0, "mixer", "conv_weight"), (8, 4)), (("mtp", "fc", "weight"), (4, 8))]:
+        (piece,) = pieces_of(path, shape, config, ())
+        assert stored_form(path, shape) == (piece.name, piece.shape)
+    assert stored_form(("decoder", "layers", 0, "mixer", "conv_weight"), (8, 4))[1] == (8, 1, 4)

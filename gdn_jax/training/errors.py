@@ -1,0 +1,17 @@
+"""Errors of training.
+
+ModelError
+└── TrainingError           what was given cannot be trained with: settings, text, a checkpoint of another run
+RuntimeError
+└── DivergedError           loss or gradient stopped being finite
+"""
+
+from gdn_jax.errors import ModelError
+
+
+class TrainingError(ModelError):
+    """Settings, text or an earlier checkpoint do not fit; nothing was trained."""
+
+
+class DivergedError(RuntimeError):
+    """Loss or gradient was not finite for too many steps in a row; the last checkpoint is from before."""
