@@ -8,6 +8,8 @@ output matrix are the decoder's. The key and value made from (hidden of p - 1, t
 an entry depends only on tokens its block's hash covers; slot 0 has none and is masked; the rotary position stays p - 1.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -110,7 +112,8 @@ class MTPHead(nnx.Module):
         Returns:
             The outputs for d = 1, 2, ..., depth. The d-th means nothing at the first d tokens of a document.
         """
-        attention, position = self.layer.mixer, positions_in_row(embeddings) + ROPE_OFFSET
+        attention: Any = self.layer.mixer  # the layer's kind is full attention
+        position = positions_in_row(embeddings) + ROPE_OFFSET
         has_entry = jnp.diff(document, axis=1, prepend=-1) == 0  # the first token of a document has none
         outputs: list[Array] = []
         entries: list[KeyValues] = []  # of each depth

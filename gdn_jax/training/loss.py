@@ -96,7 +96,7 @@ def _cross_entropy(
         else:
             wanted = jax.lax.stop_gradient(jax.nn.softmax(decoder.logits(teacher)))
             soft = -(wanted * logprobs).sum(axis=-1)
-        return tuple(jnp.where(counts, nats, 0.0).sum() for nats in (hard, soft))
+        return jnp.where(counts, hard, 0.0).sum(), jnp.where(counts, soft, 0.0).sum()
 
     number = jnp.maximum(counts.sum(), 1).astype(jnp.float32)
     hard, soft = sums(hidden, teacher)
