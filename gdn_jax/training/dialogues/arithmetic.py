@@ -30,10 +30,8 @@ def dialogue(rng: Random) -> Dialogue:
     messages: list[Message] = []
     for item in sums:
         answer = say("assistant", item.answer)
-        messages += [
-            say("user", item.question),
-            answer | {"reasoning_content": "\n".join(item.steps)} if thinking else answer,
-        ]
+        thoughts = {"reasoning_content": "\n".join(item.steps)} if thinking else {}
+        messages += [say("user", item.question), answer | thoughts]
     template = {"enable_thinking": True} if thinking else {}
     contents = tuple(item.content for item in sums)
     return Dialogue(messages=tuple(messages), contents=contents, template=template, domain="arithmetic")
@@ -59,13 +57,12 @@ def subtracted_by_digits(left: int, right: int) -> tuple[str, ...]:
     steps, borrow = [], 0
     for place in range(len(str(left))):
         first, second = (number // 10**place % 10 for number in (left, right))
-        difference = first - second - borrow
-        terms = f"{first} - {second}" + (" - 1" if borrow else "")
-        borrow = int(difference < 0)
-        if borrow:
-            steps.append(f"{terms} is below 0, borrow 10: {difference + 10}, write {difference + 10}")
-        else:
-            steps.append(f"{terms} = {difference}, write {difference}")
+        tail = " - 1" if borrow else ""
+        borrow, digit = divmod(first - second - borrow, 10)
+        borrow = -borrow
+        steps.append(
+            f"{first + 10 * borrow} - {second}{tail} = {digit}, write {digit}" + (", borrow 1" if borrow else "")
+        )
     return (*steps, f"{left} - {right} = {left - right}")
 
 

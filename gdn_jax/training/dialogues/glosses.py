@@ -1,5 +1,6 @@
 """Words and what they mean: a built-in list for everyday ones, or lists that a caller has."""
 
+import json
 import lzma
 import re
 from pathlib import Path
@@ -200,31 +201,33 @@ wolf: a wild animal like a large dog
 wool: the soft hair of sheep
 """
 BUILT_IN = tuple((word, gloss) for word, _, gloss in (line.partition(": ") for line in _BUILT_IN.split("\n") if line))
-_PLAIN_GLOSS = re.compile(r"[a-z][A-Za-z0-9 ,'()-]{10,90}")
-_PLAIN_WORD = re.compile(r"[a-z]{3,14}")
-_LONGEST = 90  # characters of a meaning
+_PLAIN_MEANING = re.compile(r"[a-z][A-Za-z0-9 ,'()-]{9,69}")
+_LINE = re.compile(
+    r"(?P<listed>[a-z]{3,14})\t(?P<listed_meaning>[^\t]+)"
+    r"|(?P<named>[a-z]{3,14}) \((?:noun|verb|adjective|adverb)\): (?P<named_meaning>[^.;]+)[.;].*"
+    r'|The \w+ "(?P<quoted>[a-z]{3,14})" means: (?P<quoted_meaning>[^.;]+)[.;].*'
+)
 
 
 def read_glosses(path: Path) -> tuple[tuple[str, str], ...]:
-    """Return (word, meaning) pairs from a file of `word<TAB>meaning` lines, plain or packed by xz.
+    """Return (word, meaning) pairs that a small model can learn: short ones in plain characters, the first of each word.
 
-    Kept are lower-case words with one short meaning in plain characters: the first of each word.
+    Args:
+        path: lines `word<TAB>meaning`, or a .jsonl whose texts hold lines as `scripts/gather_text` writes them for the
+            domain glosses; packed if it ends in .xz.
 
     Raises:
         ValueError: no line of the file can be used.
     """
     content = path.read_bytes()
     text = (lzma.decompress(content) if path.suffix == ".xz" else content).decode()
-    return plain_pairs((line.split("\t", 1) for line in text.splitlines() if "\t" in line), str(path))
-
-
-def plain_pairs(pairs: object, source: str) -> tuple[tuple[str, str], ...]:
-    """Return those of some (word, meaning) pairs that a small model can learn, the first of each word."""
+    if ".jsonl" in path.suffixes:
+        text = "\n".join(json.loads(line)["text"] for line in text.splitlines())
     kept: dict[str, str] = {}
-    for word, gloss in pairs:  # type: ignore[attr-defined]
-        meaning = gloss.strip().rstrip(".")
-        if _PLAIN_WORD.fullmatch(word) and _PLAIN_GLOSS.fullmatch(meaning) and word not in kept:
-            kept[word] = meaning
+    for found in filter(None, map(_LINE.fullmatch, text.splitlines())):
+        word, meaning = (value.strip() for value in found.groups() if value is not None)
+        if _PLAIN_MEANING.fullmatch(meaning):
+            kept.setdefault(word, meaning)
     if not kept:
-        raise ValueError(f"{source} must hold lines `word<TAB>meaning` in plain words; none was found. Check its form")
+        raise ValueError(f"{path} must hold lines `word<TAB>meaning` in plain words; none was found. Check its form")
     return tuple(kept.items())
