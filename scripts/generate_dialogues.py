@@ -1,6 +1,6 @@
 """Write dialogues to train and to test a small model on, as its chat template renders them.
 
-    python scripts/generate_dialogues.py --out FOLDER [--seed 1] [--count N] [--glosses FILE]
+    python scripts/generate_dialogues.py --out FOLDER [--seed 1] [--count N | --megabytes N] [--glosses FILE ...]
 
 FOLDER/train/DOMAIN.jsonl.xz holds one JSON object per line: `text`, a whole dialogue,
 `source` and `domain`. The lines of
@@ -26,32 +26,31 @@ from gdn_jax.training.dialogues.glosses import BUILT_IN, read_glosses
 
 ROOT = Path(__file__).resolve().parents[1]
 PICO = ROOT / "gdn_jax" / "models" / "pico"
-TRAIN_BYTES = {"chat": 12_000_000, "tools": 8_000_000, "arithmetic": 5_000_000, "json": 5_000_000}
+SHARES = {"chat": 0.40, "tools": 0.26, "arithmetic": 0.17, "json": 0.17}  # of the bytes
 HELD_OUT = 300  # dialogues of each domain
-_WITHOUT_END = sys.maxsize
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write every file; return the exit status."""
     options = _parse(arguments)
     template, pairs = ChatTemplate.from_folder(PICO), _pairs(options.glosses)
-    budget = 0 if options.count else sum(TRAIN_BYTES.values())
-    with tqdm(total=budget or None, unit="B", unit_scale=True, desc="dialogues", disable=options.quiet) as bar:
+    count = options.count or sys.maxsize
+    total = None if options.count else options.megabytes * 1_000_000
+    with tqdm(total=total, unit="B", unit_scale=True, desc="dialogues", disable=options.quiet) as bar:
         for domain in DOMAINS:
-            count = options.count or _WITHOUT_END
             train = generate(domain, count, options.seed, pairs=pairs)
-            kept = generate(domain, min(count, HELD_OUT), options.seed, held_out=True, pairs=pairs)
-            size = _write(
-                options.out / "train" / f"{domain}.jsonl.xz",
-                _up_to(0 if options.count else TRAIN_BYTES[domain], (_line(dialogue, template) for dialogue in train)),
-                bar,
-            )
-            held_out = _write(
-                options.out / "held_out" / f"{domain}.jsonl.xz",
-                (_line(dialogue, template, held_out=True) for dialogue in kept),
-                bar,
-            )
-            tqdm.write(f"{domain:12}{size:>12} bytes of training, {held_out} held out, packed")
+            held_out = generate(domain, min(count, HELD_OUT), options.seed, held_out=True, pairs=pairs)
+            lines = (_line(dialogue, template) for dialogue in train)
+            if total:
+                lines = _up_to(round(total * SHARES[domain]), lines)
+            packed = [
+                _write(options.out / "train" / f"{domain}.jsonl.xz", lines, bar),
+                _write(
+                    options.out / "held_out" / f"{domain}.jsonl.xz",
+                    (_line(dialogue, template, held_out=True) for dialogue in held_out),
+                ),
+            ]
+            sys.stdout.write(f"{domain:12}{packed[0]:>12} bytes to train on,{packed[1]:>8} held out, packed\n")
     return 0
 
 
@@ -64,7 +63,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Write generated dialogues.")
     parser.add_argument("--out", type=Path, required=True, help="folder for train/ and held_out/")
     parser.add_argument("--seed", type=int, default=1, help="another seed draws other dialogues")
-    parser.add_argument("--count", type=int, default=0, help="dialogues of each domain; else about 30 MB in all")
+    parser.add_argument("--count", type=int, default=0, help="dialogues of each domain")
+    parser.add_argument("--megabytes", type=int, default=30, help="text to train on, if there is no --count")
     parser.add_argument(
         "--glosses", type=Path, nargs="*", default=[], help="files of words and meanings, beside the built-in"
     )
@@ -89,22 +89,23 @@ def _line(dialogue: Dialogue, template: ChatTemplate, *, held_out: bool = False)
 
 
 def _up_to(num_bytes: int, lines: Iterator[tuple[str, int]]) -> Iterator[tuple[str, int]]:
-    """Yield lines until their texts have `num_bytes`; all of them if that is 0."""
+    """Yield lines until their texts have `num_bytes`."""
     total = 0
     for line, size in lines:
         yield line, size
         total += size
-        if num_bytes and total >= num_bytes:
+        if total >= num_bytes:
             return
 
 
-def _write(path: Path, lines: Iterator[tuple[str, int]], bar: tqdm) -> int:
+def _write(path: Path, lines: Iterator[tuple[str, int]], bar: tqdm | None = None) -> int:
     """Write lines as xz; return the bytes of the file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with lzma.open(path, "wt", encoding="utf-8", preset=9) as file:
         for line, size in lines:
             file.write(line)
-            bar.update(size)
+            if bar is not None:
+                bar.update(size)
     return path.stat().st_size
 
 

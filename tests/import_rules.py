@@ -37,6 +37,7 @@ _API = "serving.sampling_params serving.outputs"  # values that callers hold
 RULES = {
     "kernels": _rule(others="jax numpy jaxtyping"),
     "model": _rule("kernels", "jax flax numpy ml_dtypes safetensors jaxtyping"),
+    "training.dialogues": _rule(),  # data is made from the standard library alone
     "serving": _rule(),  # serving/__init__.py alone: every other module of serving needs a row of its own
     "serving.core": _rule(never=_CORE_NEVER),  # no clock, no randomness, no threads, no network
     "serving.runner": _rule(

@@ -210,7 +210,7 @@ _LINE = re.compile(
 
 
 def read_glosses(path: Path) -> tuple[tuple[str, str], ...]:
-    """Return (word, meaning) pairs that a small model can learn: short ones in plain characters, the first of each word.
+    """Return (word, meaning) pairs that a small model can learn: short, in plain characters, the first of each word.
 
     Args:
         path: lines `word<TAB>meaning`, or a .jsonl whose texts hold lines as `scripts/gather_text` writes them for the

@@ -52,7 +52,8 @@ def favourite_kept(rng: Random) -> list[Turn]:
         f"What is my favourite {kinds[index]}?", f"Which {kinds[index]} do I like best?",
         f"Do you remember my favourite {kinds[index]}?",
     ])  # fmt: skip
-    content = ("favourite", *sorted(zip(kinds, values, strict=True)), kinds[index])
+    told_things = sorted(f"{kind} {value}" for kind, value in zip(kinds, values, strict=True))
+    content = ("favourite", *told_things, kinds[index])
     first = Turn(question=capitalized(told) + ".", answer=rng.choice(_OKAY), content=content)
     answer = f"Your favourite {kinds[index]} is {values[index]}."
     return [first, Turn(question=asked, answer=answer, content=content, short=values[index])]

@@ -160,7 +160,7 @@ def _lacking(rng: Random) -> Dialogue:
         functions = {other: FUNCTIONS[other].named(rng) for other in [(index + 1) % len(FUNCTIONS)]}
     use = FUNCTIONS[index].draw(rng)
     answer = f"I cannot {FUNCTIONS[index].topic}. I have no tool for it."
-    return _made(rng, functions, [say("user", use.question), say("assistant", answer)], [("lacking", *use.content)])
+    return _made(rng, functions, [say("user", use.question), say("assistant", answer)], [use.content])
 
 
 def _failed(rng: Random) -> Dialogue:
