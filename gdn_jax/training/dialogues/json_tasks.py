@@ -306,13 +306,9 @@ def _nested(rng: Random) -> tuple[str, Json]:
             f"Give me JSON with customer and order ({keys}). Customer: {name}. {record.text}",
             {"customer": name, "order": inner},
         )
-    people = [_full_person(rng) for _ in range(2)]
+    people: list[Json] = [{"name": other, "age": rng.randint(5, 95)} for other in rng.sample(NAMES, 2)]
     told = " ".join(f"{person['name']} is {person['age']}." for person in people)
     return f"Give me JSON with a list people (name, age): {told}", {"people": people}
-
-
-def _full_person(rng: Random) -> Json:
-    return {"name": rng.choice(NAMES), "age": rng.randint(5, 95)}
 
 
 _KINDS: tuple[Callable[[Random], tuple[str, object]], ...] = (

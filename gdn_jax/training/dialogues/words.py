@@ -61,7 +61,7 @@ FRUITS = _split(
 
 VEGETABLES = _split(
     """
-    carrot onion potato cabbage spinach leek radish turnip pea bean pumpkin garlic lettuce celery
+    carrot onion potato cabbage beetroot leek radish turnip pea bean pumpkin parsnip lettuce artichoke
     """
 )
 
