@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     template, pairs = ChatTemplate.from_folder(PICO), _pairs(options.glosses)
     count = options.count or sys.maxsize
-    total = None if options.count else options.megabytes * 1_000_000
+    total = None if options.count else round(options.megabytes * 1_000_000)
     with tqdm(total=total, unit="B", unit_scale=True, desc="dialogues", disable=options.quiet) as bar:
         for domain in DOMAINS:
             train = generate(domain, count, options.seed, pairs=pairs)
@@ -64,7 +64,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="folder for train/ and held_out/")
     parser.add_argument("--seed", type=int, default=1, help="another seed draws other dialogues")
     parser.add_argument("--count", type=int, default=0, help="dialogues of each domain")
-    parser.add_argument("--megabytes", type=int, default=30, help="text to train on, if there is no --count")
+    parser.add_argument("--megabytes", type=float, default=30, help="text to train on, if there is no --count")
     parser.add_argument(
         "--glosses", type=Path, nargs="*", default=[], help="files of words and meanings, beside the built-in"
     )

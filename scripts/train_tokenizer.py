@@ -51,7 +51,7 @@ _TAGS = re.compile("|".join(map(re.escape, (*SPECIAL, *ADDED))))
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train, write, and say how well it does; return the exit status."""
     options = _parse(arguments)
-    tokenizer = train(sample(options.text, options.megabytes * 1_000_000), show_progress=not options.quiet)
+    tokenizer = train(sample(options.text, round(options.megabytes * 1_000_000)), show_progress=not options.quiet)
     write(tokenizer, options.out)
     for domain in WEIGHTS:
         texts = list(islice(_texts(options.text, "held_out", domain), 2000))
@@ -137,7 +137,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train the tokenizer of the pico model.")
     parser.add_argument("--text", type=Path, nargs="+", required=True, help="folders with train/ and held_out/")
     parser.add_argument("--out", type=Path, required=True, help="the model's folder")
-    parser.add_argument("--megabytes", type=int, default=40, help="how much text to learn from")
+    parser.add_argument("--megabytes", type=float, default=40, help="how much text to learn from")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     return parser.parse_args(arguments)
 

@@ -11,6 +11,7 @@ from random import Random
 
 import pytest
 
+from gdn_jax.training import dialogues
 from gdn_jax.training.dialogues import DOMAINS, _chosen, generate
 from gdn_jax.training.dialogues.dialogue import Dialogue, is_held_out
 from gdn_jax.training.dialogues.glosses import BUILT_IN, read_glosses
@@ -109,7 +110,8 @@ def test_an_unknown_domain_is_refused_with_the_known_ones() -> None:
         list(generate("poems", 1, 1))
 
 
-def test_more_prompts_than_there_are_is_refused() -> None:
+def test_more_prompts_than_there_are_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dialogues, "_MOST_DRAWS", 1000)
     trained = next(("x", number) for number in range(100) if not is_held_out(("x", number)))
     hello = Dialogue(messages=({"role": "user", "content": "Hi"},), contents=(trained,))
     drawing = _chosen(lambda rng: hello, Random(1), held_out=False)
