@@ -40,6 +40,7 @@ RULES = {
     "training": _rule(
         "model kernels", "jax flax numpy optax tokenizers safetensors tqdm matplotlib jaxtyping"
     ),  # nobody imports it: the command line loads it by name
+    "training.dialogues": _rule(),  # data is made from the standard library alone
     "serving": _rule(),  # serving/__init__.py alone: every other module of serving needs a row of its own
     "serving.core": _rule(never=_CORE_NEVER),  # no clock, no randomness, no threads, no network
     "serving.runner": _rule(

@@ -65,6 +65,8 @@ def test_no_import_goes_round_in_a_circle(tree: Tree) -> None:
         ("bad", "from .state import KVPages"),
         ("bad", "def late():\n    import numpy as np  # numpy"),
         ("bad", "def late():\n    from gdn_jax import state  # gdn_jax"),
+        ("training.dialogues.bad", "from gdn_jax.serving.text import tokenizer"),
+        ("training.dialogues.bad", "import numpy as np"),
         ("serving.core.bad", "import numpy as np"),
         ("serving.core.bad", "import time"),
         ("serving.core.bad", "from gdn_jax.serving.text import tokenizer"),

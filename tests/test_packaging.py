@@ -26,7 +26,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_the_wheel_holds_every_module_and_no_other_file(wheel: Path) -> None:
+def test_the_wheel_holds_every_module_the_pico_model_and_no_other_file(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if not name.partition("/")[0].endswith(".dist-info")}
     modules = {
@@ -34,7 +34,8 @@ def test_the_wheel_holds_every_module_and_no_other_file(wheel: Path) -> None:
         for package, folder in import_rules.PACKAGES.items()
         for path in folder.rglob("*.py")
     }
-    assert names == {*modules, "gdn_jax/py.typed"}
+    pico = {f"gdn_jax/models/pico/{path.name}" for path in (ROOT / "gdn_jax" / "models" / "pico").iterdir()}
+    assert names == {*modules, *pico, "gdn_jax/py.typed"}
 
 
 def test_the_wheel_carries_the_licence_and_the_command(wheel: Path) -> None:
