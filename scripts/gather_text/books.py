@@ -37,7 +37,7 @@ def _zlib_streams(content: bytes, gap: int) -> Iterator[bytes]:
     while len(content) > gap:
         stream = zlib.decompressobj()
         yield stream.decompress(content[gap:])
-        content = stream.unused_data
+        content = stream.unused_data if gap else stream.unused_data.lstrip(b"\0")  # modules fill holes with zeros
 
 
 def _character_vectors(content: bytes) -> Iterator[list[str]]:

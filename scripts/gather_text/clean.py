@@ -38,8 +38,8 @@ _LEGAL = re.compile(
 )
 _BYLINE = re.compile(
     r"^\W*(?:copyright\b.*(?:\d{4}|\(c\)|©).*|©.*|SPDX-.*|-\*- .*-\*-|(?:vim?|ex|code:?|coding)[:=] ?\S.*"
-    r"|:?(?:copyright|licen[cs]e|authors?|maintainers?|contact|e-?mail|last modified|created(?: on| by)?|date|revision|"
-    r"contributors?|modified by|written by|sectionauthor|moduleauthor|codeauthor)\s?::?(?:\s.*)?|@author\b.*"
+    r"|:?(?:copyright|licen[cs]e|authors?|maintainers?|contact|e-?mail|last modified|created(?: on| by)?|date"
+    r"|revision|contributors?|modified by|written by|sectionauthor|moduleauthor|codeauthor)\s?::?(?:\s.*)?|@author\b.*|:?\w+:? ?\$\w+(?::[^$]*)?\$"
     r"|all rights reserved.*|licensed under .*|(?:written|created|contributed) by [A-Z].*)$",
     re.IGNORECASE,
 )
@@ -49,7 +49,7 @@ _DUNDER = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 _EMAIL = re.compile(
-    r"[\w.+-]+(?:@| at )(?!example\b)[\w-]+(?:\.[\w-]+)*?(?:\.| dot )(?:com|org|net|edu|gov|io|de|uk|fr|ch|jp|au|ca"
+    r"(?<![\w.+-])[\w.+-]+@(?!example\b)[\w-]+(?:\.[\w-]+)*?\.(?:com|org|net|edu|gov|io|de|uk|fr|ch|jp|au|ca"
     r"|nl|eu|it|se|at|us|info|dev|me|cz|pl|ru|be|dk|no|fi|in|br|nz|za|es|co)\b"
 )
 _DOCSTRING = re.compile(
@@ -186,6 +186,8 @@ def clean_docs(text: str) -> str:
 
 def mask_addresses(text: str) -> str:
     """Replace addresses of e-mail by one that is nobody's."""
+    if "@" not in text:
+        return text
     return _EMAIL.sub(lambda found: found[0] if found[0].startswith("git@") else "user@example.com", text)
 
 

@@ -5,7 +5,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 
@@ -29,76 +29,84 @@ class Document:
     held_out: bool
 
 
-class Gatherer:
-    """Turns archives into documents; remembers what it has seen, so that nothing comes twice.
+@dataclass(kw_only=True)
+class CleanTexts:
+    """What one archive gives.
+
+    Attributes:
+        texts: Per domain, whole texts, in an order that depends on their paths alone.
+        dropped: Files by the reason they were dropped for.
+    """
+
+    texts: dict[str, list[str]] = field(default_factory=dict)
+    dropped: Counter[str] = field(default_factory=Counter)
+
+
+def clean_texts(source: Source, sources: SourceList, archive: Path) -> CleanTexts:
+    """Return the texts in the archive of `source` that count, clean, and no more of them than its caps allow.
+
+    Each call stands for itself, so that archives may be read side by side.
+    """
+    result = CleanTexts()
+    found = members(archive, lambda path: any(sources.wants(source, domain, path) for domain in source.domains))
+    files = sorted(found, key=lambda file: _order(file[0]))
+    for domain in source.domains:
+        if domain == "glosses":
+            data = [content.decode("utf-8") for _, content in sorted(files)]
+            result.texts[domain] = [text for each in data for text in wordnet.documents(each)]
+            continue
+        if domain == "prose":
+            cleaned = _clean_books(source, sources, files, result.dropped)
+        else:
+            chosen = [file for file in files if sources.wants(source, domain, file[0])]
+            cleaned = _clean_files(domain, chosen, result.dropped)
+        result.texts[domain] = list(_within(source.cap or sources.caps[domain], cleaned))
+    return result
+
+
+def documents(source: Source, clean_ones: CleanTexts, seen: SeenLines) -> Iterator[Document]:
+    """Yield what is news among the texts of one source, in pieces; `seen` remembers it.
 
     Held-out sources should come first: what is like them in others is then left out of training.
     """
-
-    def __init__(self, sources: SourceList) -> None:
-        self._sources = sources
-        self._seen = SeenLines()
-        self.dropped: Counter[str] = Counter()  # files by the reason they were dropped for
-
-    def documents(self, source: Source, archive: Path) -> Iterator[Document]:
-        """Yield the documents of one source, in an order that depends on the paths in its archive alone."""
-        files: dict[str, list[tuple[str, bytes]]] = {domain: [] for domain in source.domains}
-        whole_file = {"prose", "glosses"} & set(source.domains)
-        for path, content in members(archive):
-            for domain, found in files.items():
-                # The files of books are named after they are opened, since one may hold several.
-                if whole_file or self._sources.wants(source, domain, path):
-                    found.append((path, content))
-        for domain, found in files.items():
-            for text in self._texts(source, domain, found):
-                held_out = source.held_out or _share_of(text) < source.held_out_share
-                yield Document(text=text, source=source.label, domain=domain, held_out=held_out)
-
-    def _texts(self, source: Source, domain: str, files: list[tuple[str, bytes]]) -> Iterator[str]:
-        if domain == "glosses":
-            for path, content in sorted(files):
-                if self._sources.wants(source, domain, path):
-                    yield from wordnet.documents(content.decode("utf-8"))
-            return
-        cap = source.cap or self._sources.caps[domain]
-        if domain == "prose":
-            cleaned: Iterable[tuple[str, str]] = self._clean_books(source, files)
-        else:
-            cleaned = self._clean_files(domain, sorted(files, key=lambda file: _order(file[0])))
-        for text in _within(cap, cleaned):
-            yield from pieces(text, domain)
-
-    def _clean_files(self, domain: str, files: list[tuple[str, bytes]]) -> Iterator[tuple[str, str]]:
-        for path, content in files:
-            text = clean.normalise(content)
-            reason = "size or encoding" if text is None else clean.why_drop(text, domain)
-            if text is not None and reason is None:
-                text = clean.clean_code(text) if domain == "code" else clean.clean_docs(text)
-                reason = self._why_drop_cleaned(text, domain)
-                if reason is None:
-                    yield path, text
-                    continue
-            self.dropped[f"{domain}: {reason}"] += 1
-
-    def _why_drop_cleaned(self, text: str, domain: str) -> str | None:
-        if len(text) < clean.MIN_BYTES:
-            return "nothing left"
-        if domain == "code" and not is_python(text):
-            return "not Python 3"
-        return None if self._seen.add(text) else "seen before"
-
-    def _clean_books(self, source: Source, files: list[tuple[str, bytes]]) -> Iterator[tuple[str, str]]:
-        for archived, content in files:
-            if not any(
-                pattern.startswith(archived) or self._sources.wants(source, "prose", archived)
-                for pattern in source.paths
-            ):
+    for domain, texts in clean_ones.texts.items():
+        for text in texts:
+            if not seen.add(text):
+                clean_ones.dropped[f"{domain}: seen before"] += 1
                 continue
-            for path, text in books.texts(archived, content):
-                if self._sources.wants(source, "prose", path) and clean.why_drop(text, "prose") is None:
-                    text = clean.clean_prose(clean.plain_punctuation(text))
-                    if self._seen.add(text):
-                        yield path, text
+            for piece in [text] if domain == "glosses" else pieces(text, domain):
+                held_out = source.held_out or _share_of(piece) < source.held_out_share
+                yield Document(text=piece, source=source.label, domain=domain, held_out=held_out)
+
+
+def _clean_files(domain: str, files: list[tuple[str, bytes]], dropped: Counter[str]) -> Iterator[tuple[str, str]]:
+    for path, content in files:
+        text = clean.normalise(content)
+        reason = "size or encoding" if text is None else clean.why_drop(text, domain)
+        if text is not None and reason is None:
+            text = clean.clean_code(text) if domain == "code" else clean.clean_docs(text)
+            if len(text) < clean.MIN_BYTES:
+                reason = "nothing left"
+            elif domain == "code" and not is_python(text):
+                reason = "not Python 3"
+            else:
+                yield path, text
+                continue
+        dropped[f"{domain}: {reason}"] += 1
+
+
+def _clean_books(
+    source: Source, sources: SourceList, files: list[tuple[str, bytes]], dropped: Counter[str]
+) -> Iterator[tuple[str, str]]:
+    for packed, content in files:
+        for path, raw in books.texts(packed, content):
+            if not sources.wants(source, "prose", path):  # one file may hold several books
+                continue
+            text = clean.clean_prose(clean.plain_punctuation(raw))
+            if (reason := clean.why_drop(text, "prose")) is None:
+                yield path, text
+            else:
+                dropped[f"prose: {reason}"] += 1
 
 
 def is_python(text: str) -> bool:
@@ -116,7 +124,7 @@ def _within(cap: int, files: Iterable[tuple[str, str]]) -> Iterator[str]:
     """Yield texts until they make up `cap` characters; of tests no more than their part, and after all else."""
     taken, tests = 0, []
     for path, text in files:
-        if _TEST.search(path):
+        if path.endswith(".py") and _TEST.search(path):
             tests.append(text)
         elif taken + len(text) <= cap:
             taken += len(text)

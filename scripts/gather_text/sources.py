@@ -3,7 +3,8 @@
 import re
 import tomllib
 from dataclasses import dataclass, field, fields
-from fnmatch import fnmatchcase
+from fnmatch import translate
+from functools import cache
 from pathlib import Path
 
 DOMAINS = ("code", "docs", "prose", "glosses")
@@ -89,11 +90,15 @@ class SourceList:
 
     def wants(self, source: Source, domain: str, path: str) -> bool:
         """Return whether the file at `path` in the archive of `source` counts for `domain`."""
-        wanted = source.paths or self.paths.get(domain, ("*",))
-        if not any(fnmatchcase(path, pattern) for pattern in wanted):
+        if not _matcher(source.paths or self.paths.get(domain, ("*",))).match(path):
             return False
         # A leading slash lets a pattern such as */tests/* meet a folder at the top as well.
-        return not any(fnmatchcase(f"/{path}", pattern) for pattern in (*self.never, *source.without))
+        return not _matcher((*self.never, *source.without)).match(f"/{path}")
+
+
+@cache
+def _matcher(patterns: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(map(translate, patterns)))
 
 
 def licences_of(expression: str) -> set[str]:

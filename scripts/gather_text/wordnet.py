@@ -64,7 +64,7 @@ def sentence(meaning: Meaning, kind: str | None) -> str:
     others, example = ", ".join(synonyms), meaning.examples[0] if meaning.examples else ""
     if form == 0:
         parts = [f"{word} ({pos}): {definition}.", f"Synonyms: {others}." if others else ""]
-        parts.append(" ".join(f'Example: "{said}"' for said in meaning.examples))
+        parts.append("Examples: " + "; ".join(f'"{said}"' for said in meaning.examples) if meaning.examples else "")
     elif form == 1:
         parts = [
             f'The {pos} "{word}" means: {definition}.',

@@ -19,7 +19,7 @@ from scripts.gather_text import books, clean, download, wordnet
 from scripts.gather_text.archives import members
 from scripts.gather_text.dedupe import SeenLines
 from scripts.gather_text.download import DownloadError, fetch
-from scripts.gather_text.gather import Document, Gatherer
+from scripts.gather_text.gather import Document, clean_texts, documents
 from scripts.gather_text.sources import ALLOWED_LICENCES, DOMAINS, Source, SourceList, licences_of, load_sources
 from scripts.gather_text.split import pieces
 from scripts.gather_text.write import write_documents, write_shards
@@ -253,10 +253,15 @@ def tar_of(files: dict[str, str], path: Path, top: str = "made-up-1.0/") -> Path
     return path
 
 
+def anything(path: str) -> bool:
+    return True
+
+
 def test_the_files_of_a_source_archive_and_of_a_debian_package_are_found(tmp_path: Path) -> None:
     files = {"a.py": "x = 1\n", "docs/b.rst": "Words\n"}
     expected = [("a.py", b"x = 1\n"), ("docs/b.rst", b"Words\n")]
-    assert list(members(tar_of(files, tmp_path / "made-up-1.0.tar.gz"))) == expected
+    assert list(members(tar_of(files, tmp_path / "made-up-1.0.tar.gz"), anything)) == expected
+    assert list(members(tmp_path / "made-up-1.0.tar.gz", lambda path: path == "a.py")) == expected[:1]
 
     data = tar_of(files, tmp_path / "data.tar.gz", top="./").read_bytes()
     parts = {"debian-binary": b"2.0", "control.tar.xz": b"odd", "data.tar.gz": data}
@@ -268,10 +273,10 @@ def test_the_files_of_a_source_archive_and_of_a_debian_package_are_found(tmp_pat
             + b"\n" * (len(content) % 2)
         )
     (tmp_path / "made-up_1.0_all.deb").write_bytes(deb)
-    assert list(members(tmp_path / "made-up_1.0_all.deb")) == expected
+    assert list(members(tmp_path / "made-up_1.0_all.deb", anything)) == expected
 
     with pytest.raises(ValueError, match=r"notes\.odt is neither"):
-        list(members(tmp_path / "notes.odt"))
+        list(members(tmp_path / "notes.odt", anything))
 
 
 def r_strings(lines: list[str]) -> bytes:
@@ -362,7 +367,8 @@ def function(name: str) -> str:
 
 def gathered(files: dict[str, str], folder: Path, cap: int = 100_000, **changes: object) -> list[Document]:
     one = source(**changes)
-    return list(Gatherer(source_list(one, cap=cap)).documents(one, tar_of(files, folder / one.archive)))
+    found = clean_texts(one, source_list(one, cap=cap), tar_of(files, folder / one.archive))
+    return list(documents(one, found, SeenLines()))
 
 
 def test_files_are_taken_by_domain_and_vendored_ones_are_not(tmp_path: Path) -> None:
@@ -406,12 +412,10 @@ def read_shards(folder: Path, pattern: str) -> list[dict[str, str]]:
 
 
 def test_documents_are_written_shuffled_and_the_same_each_time(tmp_path: Path) -> None:
-    documents = [
-        Document(text=f"text {i}\n", source="made-up 1.0", domain="docs", held_out=i % 5 == 0) for i in range(50)
-    ]
+    made = [Document(text=f"text {i}\n", source="made-up 1.0", domain="docs", held_out=i % 5 == 0) for i in range(50)]
     first, second = tmp_path / "first", tmp_path / "second"
-    sizes = write_documents(documents, first)
-    assert write_documents(documents, second) == sizes
+    sizes = write_documents(made, first)
+    assert write_documents(made, second) == sizes
     path = Path("train/docs.jsonl.xz")
     assert (first / path).read_bytes() == (second / path).read_bytes()
     found = [line["text"] for line in read_shards(first / "train", "docs.jsonl.xz")]
@@ -426,15 +430,15 @@ def test_a_domain_too_big_for_one_file_is_written_in_several(tmp_path: Path) -> 
     def digits(number: int) -> str:  # 2,000 characters that hardly compress
         return shake_256(str(number).encode()).hexdigest(1000)
 
-    documents = [Document(text=digits(i), source="made-up 1.0", domain="code", held_out=False) for i in range(300)]
-    size = write_shards(documents, tmp_path, "code", max_bytes=200_000, margin=80_000)
+    made = [Document(text=digits(i), source="made-up 1.0", domain="code", held_out=False) for i in range(300)]
+    size = write_shards(made, tmp_path, "code", max_bytes=200_000, margin=80_000)
     paths = sorted(tmp_path.iterdir())
     assert [path.name for path in paths] == [f"code-{i}.jsonl.xz" for i in range(len(paths))]
     assert len(paths) > 1
     assert all(path.stat().st_size <= 200_000 for path in paths)
     assert sum(path.stat().st_size for path in paths) == size
-    assert [line["text"] for line in read_shards(tmp_path, "code-*")] == [doc.text for doc in documents]
-    write_shards(documents[:2], tmp_path, "code")
+    assert [line["text"] for line in read_shards(tmp_path, "code-*")] == [doc.text for doc in made]
+    write_shards(made[:2], tmp_path, "code")
     assert [path.name for path in tmp_path.iterdir()] == ["code.jsonl.xz"]
 
 
