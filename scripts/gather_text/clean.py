@@ -39,7 +39,8 @@ _LEGAL = re.compile(
 _BYLINE = re.compile(
     r"^\W*(?:copyright\b.*(?:\d{4}|\(c\)|©).*|©.*|SPDX-.*|-\*- .*-\*-|(?:vim?|ex|code:?|coding)[:=] ?\S.*"
     r"|:?(?:copyright|licen[cs]e|authors?|maintainers?|contact|e-?mail|last modified|created(?: on| by)?|date"
-    r"|revision|contributors?|modified by|written by|sectionauthor|moduleauthor|codeauthor)\s?::?(?:\s.*)?|@author\b.*|:?\w+:? ?\$\w+(?::[^$]*)?\$"
+    r"|revision|contributors?|modified by|written by|sectionauthor|moduleauthor|codeauthor)\s?::?(?:\s.*)?|@author\b.*"
+    r"|:?\w+:? ?\$\w+(?::[^$]*)?\$"
     r"|all rights reserved.*|licensed under .*|(?:written|created|contributed) by [A-Z].*)$",
     re.IGNORECASE,
 )

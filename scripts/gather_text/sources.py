@@ -98,7 +98,7 @@ class SourceList:
 
 @cache
 def _matcher(patterns: tuple[str, ...]) -> re.Pattern[str]:
-    return re.compile("|".join(map(translate, patterns)))
+    return re.compile("|".join(map(translate, patterns)) or "(?!)")  # no pattern matches nothing
 
 
 def licences_of(expression: str) -> set[str]:
