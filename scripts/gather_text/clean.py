@@ -44,6 +44,10 @@ _BYLINE = re.compile(
     r"|all rights reserved.*|licensed under .*|(?:written|created|contributed) by [A-Z].*)$",
     re.IGNORECASE,
 )
+_COMMENT_BLOCK = re.compile(r"(?:^#[^\n]*\n)+", re.MULTILINE)
+_OWNER = re.compile(
+    r"copyright \(c\)|copyright \d|©|all rights reserved|permission is hereby|may not use this file", re.I
+)
 _DUNDER = re.compile(
     r"^__(?:author|authors|copyright|licen[cs]e|email|maintainer|credits|contact|date|revision|docformat)__\s*=\s*"
     r"(?:\((?:[^()]|\n)*?\)|\[[^\]]*\]|(?P<q>'''|\"\"\").*?(?P=q)|[^\n]*)\n",
@@ -127,6 +131,7 @@ def clean_code(text: str) -> str:
     """Return Python source without its licence header, bylines and addresses."""
     text = _without_header(text)
     text = _DUNDER.sub("", text)
+    text = _COMMENT_BLOCK.sub(lambda block: "" if _OWNER.search(block[0]) else block[0], text)
     if (docstring := _DOCSTRING.match(text)) is not None:
         text = _clean_docstring(docstring) + text[docstring.end() :]
     lines = [line for line in text.split("\n") if not (line.lstrip().startswith("#") and _BYLINE.match(line))]
@@ -192,6 +197,7 @@ def mask_addresses(text: str) -> str:
     return _EMAIL.sub(lambda found: found[0] if found[0].startswith("git@") else "user@example.com", text)
 
 
+_LIBRARY = re.compile(r"gutenberg|\A\s*Produced by ", re.IGNORECASE)
 _GUTENBERG_START = re.compile(
     r"\*\*\* ?START OF (?:THE|THIS) PROJECT GUTENBERG.*?\*\*\*[^\n]*\n|\*END[* ]?THE SMALL PRINT[^\n]*\n"
 )
@@ -210,7 +216,7 @@ def clean_prose(text: str) -> str:
     if (end := _GUTENBERG_END.search(text)) is not None:
         text = text[: end.start()]
     paragraphs = re.split(r"\n\s*\n", text.strip("\n"))
-    kept = [unwrap(part) for part in paragraphs if part.strip() and "gutenberg" not in part.lower()]
+    kept = [unwrap(part) for part in paragraphs if part.strip() and not _LIBRARY.search(part)]
     return mask_addresses("\n\n".join(kept)) + "\n"
 
 

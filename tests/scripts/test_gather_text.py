@@ -103,6 +103,8 @@ __all__ = ["add"]
 __authors__ = [
     "Some Body",
 ]
+# Copyright (c) 2018 Another Body
+# You may not use this file except in compliance with it.
 
 
 def add(a, b):
