@@ -11,7 +11,9 @@ from gdn_jax.training.config_file import read_train_config
 from gdn_jax.training.errors import TrainingError
 from gdn_jax.training.published import MODEL_KEYS, published_config
 
-FILES = sorted((import_rules.ROOT / "configs" / "train").glob("*.toml"))
+FILES = sorted(
+    set((import_rules.ROOT / "configs" / "train").glob("*.toml")) - {import_rules.ROOT / "configs/train/sources.toml"}
+)
 MINIMAL = """
 tokenizer = "t"
 [model]
