@@ -40,6 +40,7 @@ DOMAINS = ("code", "docs", "prose", "glosses", "chat", "tools", "arithmetic", "j
 DIALOGUES = ("chat", "tools", "arithmetic", "json")
 _PASS_ROWS = 8  # rows of one pass
 _PAD = -1  # no token
+_WHOLE = 1 << 40  # more tokens than any document has
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +50,7 @@ class Arguments:
     Attributes:
         text: folders with train/ and held_out/.
         output: JSON file for the results.
+        cache: folder in which tokenized text is kept; empty for none.
         model: folder or name of the model.
         order: tokens of an n-gram; 0 leaves the n-gram model out.
         row: tokens after which a document is cut; what the model was trained on.
@@ -62,6 +64,7 @@ class Arguments:
 
     text: tuple[str, ...]
     output: Path = Path("benchmarks/results/pico.json")
+    cache: str = ""
     model: str = "pico"
     order: int = 5
     row: int = 2048
@@ -75,7 +78,7 @@ class Arguments:
 
 def main(arguments: Arguments) -> None:
     """Measure, print and store."""
-    corpus = Text(model_folder(arguments.model)).read(arguments.text, DOMAINS)
+    corpus = Text(model_folder(arguments.model)).read(arguments.text, DOMAINS, cache=arguments.cache)
     rows = [*_losses(arguments, corpus), *_drafting(arguments, corpus), *_answers(arguments)]
     write_results(arguments.output, "pico", rows)
     for row in rows:
@@ -85,7 +88,7 @@ def main(arguments: Arguments) -> None:
 def _documents(tokens: DomainTokens, length: int) -> Iterator[np.ndarray]:
     """Yield the documents of a domain, cut at a length."""
     for start, end in zip(tokens.starts[:-1], tokens.starts[1:], strict=True):
-        yield tokens.tokens[start : min(end, start + length)].astype(np.int64)
+        yield tokens.tokens[start:end][:length].astype(np.int64)
 
 
 def _some(tokens: DomainTokens, length: int, number: int) -> list[np.ndarray]:
@@ -107,7 +110,7 @@ def _losses(arguments: Arguments, corpus: Corpus) -> Iterator[ResultRow]:
     ours = {name: _model_nats(model, documents, arguments.row) for name, documents in held_out.items()}
     yield from _loss_rows(ours, "nats_per_token", "ours")
     if arguments.order:
-        training = (document for name in DOMAINS for document in _documents(corpus.train[name], sys.maxsize))
+        training = (document for name in DOMAINS for document in _documents(corpus.train[name], _WHOLE))
         ngram = NgramModel(training, order=arguments.order, vocab_size=model.config.vocab_size, pad=corpus.end_token)
         theirs = {name: ngram.nats(documents, skip=1) for name, documents in held_out.items()}
         yield from _loss_rows(theirs, "ngram_nats_per_token", "ngram")
