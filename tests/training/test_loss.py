@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from model_steps import SMALL
 from oracles.checkpoints import write_checkpoint
 
 from gdn_jax.model import LanguageModel, load_model
@@ -18,13 +17,18 @@ from gdn_jax.training.loss import LossOptions, training_loss
 LENGTHS = (30, 1, 33)
 IDS = jnp.asarray(np.random.RandomState(0).randint(0, 97, (1, 64)), jnp.int32)
 BATCH = TrainBatch(token_ids=IDS, document=jnp.asarray(np.repeat(np.arange(3), LENGTHS)[None], jnp.int32))
+SIZES = {
+    "layer_types": ("full_attention",),  # compiles quickly; the delta rule has tests of its own
+    "vocab_size": 97,
+    "dtype": "float32",
+    "text": False,
+}
 OPTIONS = LossOptions(mtp_weight=0.3, mtp_depth=2, mtp_soft_share=0.5)
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> LanguageModel:
-    sizes = {**SMALL, "num_experts": 3, "num_experts_per_tok": 3}
-    return load_model(write_checkpoint(tmp_path_factory.mktemp("model"), "next-moe", seed=1, **sizes))
+    return load_model(write_checkpoint(tmp_path_factory.mktemp("model"), "q35-dense-flat", seed=1, **SIZES))
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +53,11 @@ def compute(model: LanguageModel, options: LossOptions) -> tuple[float, dict[str
     return loss, {name: float(part) for name, part in parts.items()}
 
 
+@pytest.fixture(scope="module")
+def computed(model) -> tuple[float, dict[str, float]]:
+    return compute(model, OPTIONS)
+
+
 def targets(depth: int) -> list[int]:
     """Return the tokens from which a draft of this depth (0: the model itself) is counted."""
     first = np.cumsum([0, *LENGTHS])[:-1]
@@ -63,9 +72,9 @@ def soft(logprobs: np.ndarray, wanted: np.ndarray, depth: int) -> float:
     return float(-np.mean([np.exp(wanted[t]) @ logprobs[t] for t in targets(depth)]))
 
 
-def test_the_parts_are_means_over_targets_within_documents(model, logits):
+def test_the_parts_are_means_over_targets_within_documents(computed, logits):
     main, heads = logits
-    loss, parts = compute(model, OPTIONS)
+    loss, parts = computed
     assert parts["num_targets"] == 29 + 0 + 32
     np.testing.assert_allclose(parts["next_token"], mean(main, 0), rtol=1e-5)
     head = 0.0
@@ -110,13 +119,13 @@ def test_the_head_follows_the_model_and_not_the_model_the_head(model, logits):
         np.testing.assert_allclose(got[path], want, atol=1e-4 * np.abs(want).max(), err_msg=str(path))
 
 
-def test_the_head_may_learn_from_some_rows_alone(model):
+def test_the_head_may_learn_from_some_rows_alone(model, computed):
     twice = TrainBatch(
         token_ids=jnp.concatenate([IDS, IDS[:, ::-1]]), document=jnp.concatenate([BATCH.document, BATCH.document * 0])
     )
     graph, params = nnx.split(model)
     options = replace(OPTIONS, mtp_row_share=0.5)
     parts = jax.jit(lambda params: training_loss(nnx.merge(graph, params), twice, options)[1])(params)
-    alone = compute(model, OPTIONS)[1]
+    alone = computed[1]
     np.testing.assert_allclose(float(parts["mtp_2"]), alone["mtp_2"], rtol=1e-5)  # the first row's
     assert float(parts["num_targets"]) == alone["num_targets"] + 63
