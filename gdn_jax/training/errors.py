@@ -14,4 +14,4 @@ class TrainingError(ModelError):
 
 
 class DivergedError(RuntimeError):
-    """Loss or gradient was not finite for too many steps in a row; the last checkpoint is from before."""
+    """Loss or gradient was not finite for too many steps in a row; no checkpoint holds a value that is not."""

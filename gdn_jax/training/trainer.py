@@ -215,8 +215,9 @@ class Trainer:
         _LOG.warning("step %d skipped: loss %g, gradient norm %g", pending.step, values["loss"], values["grad_norm"])
         if bad + 1 >= self._config.run.max_bad_steps:
             raise DivergedError(
-                f"loss or gradient was not finite in {bad + 1} steps in a row, up to step {pending.step}; go on from "
-                "the last checkpoint with a lower optimizer.peak_learning_rate or optimizer.clip_norm"
+                f"loss and gradient must be finite; they were not in {bad + 1} steps in a row, "
+                f"up to step {pending.step}; begin anew (another --out, or --no-resume) with a lower "
+                "optimizer.peak_learning_rate or optimizer.clip_norm"
             )
         return bad + 1
 
