@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_origin
 
 from gdn_jax.training.config import BatchConfig, DataConfig, OptimizerConfig, RunConfig, TrainConfig
 from gdn_jax.training.errors import TrainingError
@@ -80,8 +80,10 @@ def _value(name: str, item: Field[Any], value: object) -> object:
         if type(value) is not kind and not number:
             raise TrainingError(f"{name} must be of type {kind.__name__}; got {value!r}; correct it")
         return kind(cast("Any", value))
-    if isinstance(value, list) and all(isinstance(entry, str) for entry in value):
+    if get_origin(kind) is tuple:
+        if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
+            raise TrainingError(f"{name} must be a list of strings; got {value!r}; correct it")
         return tuple(value)
-    if isinstance(value, dict) and all(type(entry) in (int, float) for entry in value.values()):
-        return {key: float(entry) for key, entry in value.items()}
-    raise TrainingError(f"{name} must be a list of strings, or a table of numbers; got {value!r}; correct it")
+    if not isinstance(value, dict) or not all(type(entry) in (int, float) for entry in value.values()):
+        raise TrainingError(f"{name} must be a table of numbers; got {value!r}; correct it")
+    return {key: float(entry) for key, entry in value.items()}
