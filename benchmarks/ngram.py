@@ -94,7 +94,7 @@ class NgramModel:
     def _interpolate(self, counted: _Order, keys: np.ndarray, lower: np.ndarray) -> np.ndarray:
         context = keys >> self._bits << self._bits
         low = np.searchsorted(counted.keys, context)
-        high = np.searchsorted(counted.keys, context + (1 << self._bits))
+        high = np.searchsorted(counted.keys, context + ((1 << self._bits) - 1), side="right")  # + 1 may not fit
         total, *kinds = (running[high] - running[low] for running in counted.sums)
         at = np.minimum(np.searchsorted(counted.keys, keys), len(counted.keys) - 1)
         count = np.where(counted.keys[at] == keys, counted.counts[at], 0)

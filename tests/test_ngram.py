@@ -64,6 +64,15 @@ def test_nats_are_the_sum_over_documents_that_know_nothing_of_each_other():
     np.testing.assert_allclose(total - skipped, first, rtol=1e-12)
 
 
+def test_all_63_bits_may_be_used():
+    """The last context's n-grams end at the largest integer there is, and count like any others."""
+    last = (1 << 21) - 1
+    one, other = (NgramModel([np.array([token] * 6)], order=3, vocab_size=1 << 21, pad=0) for token in (last, 1))
+    assert one.pack([last] * 3) == 2**63 - 1
+    found, wanted = (model.probabilities(np.array([model.pack([t] * 3)])) for model, t in ((one, last), (other, 1)))
+    np.testing.assert_array_equal(found, wanted)
+
+
 def test_what_cannot_be_counted_is_refused():
     with pytest.raises(ValueError, match="63 bits"):
         NgramModel(DOCUMENTS, order=5, vocab_size=8192, pad=0)
