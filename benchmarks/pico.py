@@ -2,16 +2,17 @@
 
     JAX_PLATFORMS=cpu python -m benchmarks.pico --text FOLDER [FOLDER ...]
 
-The folders are those that the model was trained from; its card says how to gather them again. Four metrics:
+The folders are those that the model was trained from; its card says how to gather them again. The metrics:
 
-- `nats_per_token`: mean of -log P of every held-out token but the first of its document, in float32; documents are cut
-  at the length of the rows that the model was trained on.
+- `nats_per_token`: mean of -log P, in float32, of the first 60,000 or so held-out tokens of each domain (`--tokens`),
+  but for the first of each document; documents are cut at the length of the rows that the model was trained on.
+  "all" is the mean over all of them, so a domain counts as much as it has tokens there.
 - `ngram_nats_per_token`: the same tokens by a Kneser-Ney n-gram model of all training text (implementation "ngram").
 - `tokens_per_verify`: through the engine, prompts from the start of held-out documents, answers as the model goes on;
   greedy, and at temperature 0.8 with the noise that target and drafter share. Greedy text of a small model repeats
-  itself, which is easy to draft; `distinct_share`, the share of different 4-grams in the same answers, says how much.
+  itself, which is easy to draft; `distinct_share`, the share of 4-grams of an answer that are different, says how much.
 - `ends_by_itself`: share of held-out dialogues whose last user message gets an answer that ends with an end token.
-  `right_answers` is the share of them that equal the answer that the generator of the dialogue gave.
+  `right_answers` is the share of the same dialogues whose answer equals the one that the dialogue's generator gave.
 """
 
 import json
