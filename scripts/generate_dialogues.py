@@ -2,11 +2,9 @@
 
     python scripts/generate_dialogues.py --out FOLDER [--seed 1] [--count N | --megabytes N] [--glosses FILE ...]
 
-FOLDER/train/DOMAIN.jsonl.xz holds one JSON object per line: `text`, a whole dialogue,
-`source` and `domain`. The lines of
-FOLDER/held_out/DOMAIN.jsonl.xz also hold `messages`, `tools` and `template`,
-the variables of the chat template, so that
-the prompt up to the last user message can be asked. The same arguments write the same bytes.
+FOLDER/train/DOMAIN.jsonl.xz holds one JSON object per line: `text`, a whole dialogue, `source` and `domain`. The lines
+of FOLDER/held_out/DOMAIN.jsonl.xz also hold `messages`, `tools` and `template`, the variables of the chat template, so
+that the prompt up to the last user message can be asked. The same arguments write the same bytes.
 """
 
 import argparse

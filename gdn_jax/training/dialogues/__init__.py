@@ -1,7 +1,8 @@
 """Seeded dialogues that a small model can learn: chat, function calls, sums and JSON.
 
 Every answer follows from its question by rule or table, so it is right, and short. Combination makes the variety: there
-are far more questions than any run draws. What `held_out` draws has never been asked in training (`dialogue.py`).
+are far more questions than any run draws. What `held_out` draws has never been asked in training; `dialogue.py` says
+how far that goes.
 """
 
 from collections import Counter

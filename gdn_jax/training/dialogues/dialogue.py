@@ -1,7 +1,10 @@
 """What a dialogue is, and which ones are held out.
 
-A dialogue is held out by what it is about, not by how it is worded: `23 + 45` is held out in every wording and in every
-order, or in none. So nothing that is asked of a model in a benchmark has been answered in its training text.
+A dialogue is held out by what its last question is about, for most questions however that is worded:
+`23 + 45` is held out in every wording and in every order, or in none. So no prompt of a held-out dialogue was ever one
+in training. Talk has no content but its words (`small_talk.py`, "What did I ask?"), so there a wording is held out, and
+others of the same meaning are trained on. What a table says may also be asked in several ways (the capital of a
+country, the country of a capital), each of which is a content of its own.
 """
 
 from collections.abc import Mapping
