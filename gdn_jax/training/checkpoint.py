@@ -33,7 +33,7 @@ class Progress:
     Attributes:
         step: updates tried so far, the skipped ones too.
         tokens: read so far.
-        seconds: spent in training steps, evaluation included.
+        seconds: spent in training steps; what evaluations and checkpoints took is left out.
         skipped: updates left out, as loss or gradient was not finite.
         history: one entry per step: step, tokens and losses in nats per token.
         held_out: one entry per evaluation: step, tokens, and losses by domain.

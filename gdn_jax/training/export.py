@@ -1,7 +1,7 @@
 """The trained model as a folder that loads like a release: 16-bit weights, config.json, the tokenizer's files.
 
 What the engine holds in float32 (A_log, dt_bias, the GDN norm) is float32 in the files too; all else is rounded once,
-to the values that training computed with.
+which gives the values that a run with `compute_dtype = "bfloat16"` computed with.
 """
 
 import os

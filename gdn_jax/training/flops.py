@@ -9,7 +9,7 @@ from gdn_jax.training.parameters import Layout
 _PEAKS = {"H200": 989e12, "H100": 989e12}
 
 
-def flops_per_token(config: ModelConfig, layout: Layout, *, sequence_length: int, mtp_depth: int | float) -> float:
+def flops_per_token(config: ModelConfig, layout: Layout, *, sequence_length: int, mtp_depth: float) -> float:
     """Return model flops of one token, forward and backward: what the mathematics needs, recomputation not counted.
 
     That is 6 per element of each matrix that a token meets, and attention between all tokens of a row (half of the
@@ -20,7 +20,7 @@ def flops_per_token(config: ModelConfig, layout: Layout, *, sequence_length: int
         config: the model.
         layout: its parameters.
         sequence_length: T.
-        mtp_depth: times that the MTP head runs, per token of the batch.
+        mtp_depth: times that the MTP head runs per token of the batch; a fraction if it sees some rows only.
     """
     depth = mtp_depth if config.num_mtp_layers else 0
     total = config.vocab_size * config.hidden_size * (1 + depth)  # output products
