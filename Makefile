@@ -23,9 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 ON_NEWEST := tests/kernels tests/test_golden_conformance.py tests/model/test_training.py tests/test_strictness.py \
     "tests/serving/test_engine_laws_tokens.py::test_the_next_turn_hits_into_the_generated_text[all-30]"
 
-DEMO_MODEL := tests/golden/tiny-hybrid
-DEMO_PROMPT := The river
-DEMO_FLAGS := --max-tokens 32
+DEMO_MODEL := pico
 BENCHMARKS = $(sort $(wildcard benchmarks/*_cpu.py benchmarks/*/*_cpu.py))
 
 help:  ## list these targets
@@ -34,9 +32,9 @@ help:  ## list these targets
 setup:  ## make .venv with everything that development needs
 	@scripts/setup.sh .venv dev "$(JAX_OLDEST)"
 
-demo:  ## print tokens from a small model; installs only what running needs
+demo:  ## watch the small trained model write, chat and calculate; installs only what running needs
 	@scripts/setup.sh .venv "" "$(JAX_OLDEST)"
-	.venv/bin/gdn-jax generate --model $(DEMO_MODEL) --prompt "$(DEMO_PROMPT)" $(DEMO_FLAGS)
+	.venv/bin/python examples/demo.py $(DEMO_MODEL)
 
 check: setup  ## lint, format, types, import directions
 	$(PYTHON_IN_VENV) -m ruff check
