@@ -1,15 +1,11 @@
 """The text side of the pico model that the package ships: chat template, tokenizer, and what ends its texts."""
 
-import json
-import shutil
 import unicodedata
 from pathlib import Path
 
 import pytest
 import tokenizers
-from oracles.engine_rig import TINY, make_llm
 
-from gdn_jax import SamplingParams
 from gdn_jax.serving.core.errors import RequestError
 from gdn_jax.serving.text.chat_template import ChatTemplate
 from gdn_jax.serving.text.tokenizer import Tokenizer
@@ -168,16 +164,3 @@ def test_a_text_ends_with_the_turn_or_the_document(tokenizer: Tokenizer) -> None
 def test_answers_are_mostly_below_sixty_tokens(tokenizer: Tokenizer, domain: str) -> None:
     lengths = [len(tokenizer.encode(str(dialogue.messages[-1]["content"]))) for dialogue in generate(domain, 300, 4)]
     assert sum(length < 60 for length in lengths) > 0.95 * len(lengths)
-
-
-def test_an_engine_loads_it(tmp_path: Path) -> None:
-    for path in PICO.iterdir():
-        if path.name in {"tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"}:
-            shutil.copy(path, tmp_path)
-    config = json.loads((TINY / "config.json").read_text())
-    config["text_config"]["vocab_size"] = VOCABULARY
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    llm = make_llm(tmp_path, load_format="dummy")
-    (output,) = llm.chat([USER], SamplingParams(max_tokens=3, temperature=0), use_tqdm=False)
-    assert output.prompt == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n" + EMPTY_THINK
-    assert 1 <= len(output.outputs[0].token_ids) <= 3
