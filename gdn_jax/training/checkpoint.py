@@ -7,15 +7,19 @@ written under another name and renamed when it is whole.
 
 import json
 import os
+import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from safetensors import SafetensorError
 
 from gdn_jax.tensor_names import stored_form
 from gdn_jax.training.errors import TrainingError
@@ -24,6 +28,7 @@ from gdn_jax.training.shards import Tensors, read_tensors, write_tensors
 from gdn_jax.training.step import TrainState
 
 _UNFINISHED = ".unfinished-"
+_STEP = re.compile(r"step-\d{8,}")
 
 
 @dataclass(kw_only=True)
@@ -69,29 +74,50 @@ class CheckpointFolder:
 
     def steps(self) -> list[Path]:
         """Return the whole checkpoints, oldest first."""
-        return sorted(self.folder.glob("step-*"))
+        return sorted(path for path in self.folder.glob("step-*") if _STEP.fullmatch(path.name))
+
+    def make(self) -> None:
+        """Make the folder, and see that it can be written: a run that cannot keep its work does not begin.
+
+        Raises:
+            TrainingError: it cannot.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with TemporaryFile(dir=self.folder):
+                pass
+        except OSError as error:
+            raise _no_room(self.folder, error) from error
 
     def clear(self) -> None:
         """Delete all checkpoints, whole or not."""
-        for path in (*self.steps(), *self.folder.glob(f"{_UNFINISHED}*")):
+        for path in self.steps():
             shutil.rmtree(path)
+        self._clear_unfinished()
 
     def write(self, state: TrainState, progress: Progress) -> Path:
-        """Write a checkpoint, then delete those that are older than the newest `keep`."""
+        """Write a checkpoint, then delete those that are older than the newest `keep`.
+
+        Raises:
+            TrainingError: the folder cannot be written, or the disk is full; what was written is deleted.
+        """
         target = self.folder / f"step-{progress.step:08d}"
         if target.exists():
             return target
-        unfinished = self.folder / f"{_UNFINISHED}{os.getpid()}-{target.name}"
-        unfinished.mkdir(parents=True)
+        self._clear_unfinished()  # before there is more: what a killed run left may be what fills the disk
         params, moments = jax.device_get((state.params, _named(state.moments)))
-        write_tensors(unfinished, "model", stored_tensors(self.layout, params), most_bytes=self.most_bytes)
-        write_tensors(unfinished, "optimizer", moments, most_bytes=self.most_bytes)
-        write_json(unfinished / "config.json", self.published)
-        write_json(unfinished / "progress.json", {**asdict(progress), "settings": dict(self.settings)})
-        unfinished.rename(target)
-        for path in (*self.steps()[: -self.keep], *self.folder.glob(f"{_UNFINISHED}*")):
+        with whole_folder(target) as unfinished:
+            write_tensors(unfinished, "model", stored_tensors(self.layout, params), most_bytes=self.most_bytes)
+            write_tensors(unfinished, "optimizer", moments, most_bytes=self.most_bytes)
+            write_json(unfinished / "config.json", self.published)
+            write_json(unfinished / "progress.json", {**asdict(progress), "settings": dict(self.settings)})
+        for path in self.steps()[: -self.keep]:
             shutil.rmtree(path)
         return target
+
+    def _clear_unfinished(self) -> None:
+        for path in self.folder.glob(f"{_UNFINISHED}*"):
+            shutil.rmtree(path)
 
     def read_newest(self, like: TrainState) -> tuple[TrainState, Progress] | None:
         """Return the newest checkpoint; None if there is none.
@@ -112,7 +138,7 @@ class CheckpointFolder:
             stored, moments = read_tensors(path, "model"), read_tensors(path, "optimizer")
             params = {name: jnp.asarray(stored[name].reshape(shape)) for name, _, shape, _ in self.layout.leaves}
             restored = [jnp.asarray(moments[name]) for name in _named(like.moments)]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             if isinstance(error, TrainingError):
                 raise
             raise TrainingError(
@@ -120,6 +146,33 @@ class CheckpointFolder:
             ) from error
         tree = jax.tree.structure(like.moments)
         return TrainState(params=params, moments=jax.tree.unflatten(tree, restored)), progress
+
+
+@contextmanager
+def whole_folder(target: Path) -> Iterator[Path]:
+    """Yield a new folder that becomes `target`, replacing what is there, when the block has ended.
+
+    Raises:
+        TrainingError: it cannot be written; `target` is as it was, and nothing is left beside it.
+    """
+    unfinished = target.with_name(f"{_UNFINISHED}{os.getpid()}-{target.name}")
+    try:
+        # A killed process may have had this id: in a container each run has the same.
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        yield unfinished
+        if target.exists():
+            shutil.rmtree(target)
+        unfinished.rename(target)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise _no_room(target, error) from error
+
+
+def _no_room(path: Path, error: Exception) -> TrainingError:
+    return TrainingError(
+        f"run.out must be a folder with room to write in; {path}: {error}; make room or give another --out"
+    )
 
 
 def stored_tensors(layout: Layout, params: Tensors) -> dict[str, np.ndarray]:

@@ -1,5 +1,6 @@
 """Reading a TrainConfig from a TOML file: unknown keys are refused by name, with the nearest known one."""
 
+import math
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, fields
@@ -79,11 +80,22 @@ def _value(name: str, item: Field[Any], value: object) -> object:
         number = kind is float and isinstance(value, int) and not isinstance(value, bool)
         if type(value) is not kind and not number:
             raise TrainingError(f"{name} must be of type {kind.__name__}; got {value!r}; correct it")
-        return kind(cast("Any", value))
-    if get_origin(kind) is tuple:
-        if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
-            raise TrainingError(f"{name} must be a list of strings; got {value!r}; correct it")
+        return _finite(name, value) if kind is float else value
+    wants_list = get_origin(kind) is tuple
+    if wants_list and isinstance(value, list) and all(isinstance(entry, str) for entry in value):
         return tuple(value)
-    if not isinstance(value, dict) or not all(type(entry) in (int, float) for entry in value.values()):
-        raise TrainingError(f"{name} must be a table of numbers; got {value!r}; correct it")
-    return {key: float(entry) for key, entry in value.items()}
+    if not wants_list and isinstance(value, dict) and all(type(entry) in (int, float) for entry in value.values()):
+        return {key: _finite(f"{name}.{key}", entry) for key, entry in value.items()}
+    rule = "a list of strings" if wants_list else "a table of numbers"
+    raise TrainingError(f"{name} must be {rule}; got {value!r}; correct it")
+
+
+def _finite(name: str, value: object) -> float:
+    """Return a number as a float; TOML writes `inf` and `nan`, and whole numbers of any length."""
+    try:
+        number = float(cast("Any", value))
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise TrainingError(f"{name} must be a finite number; got {value!r:.40}; correct it")
+    return number

@@ -6,6 +6,7 @@ documents over all cores. What was tokenized once can be kept in a cache folder.
 """
 
 import json
+import logging
 import lzma
 import os
 import re
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 from jaxtyping import Int, Integer
@@ -23,6 +25,7 @@ from tqdm import tqdm
 
 from gdn_jax.training.errors import TrainingError
 
+_LOG = logging.getLogger(__name__)
 END_OF_TEXT = "<|endoftext|>"
 _NAME = re.compile(r"(?P<domain>[a-z][a-z0-9_]*)(-\d+)?\.jsonl\.xz")
 _DOCUMENTS = 4096  # per call of the tokenizer: enough for every core, and little memory
@@ -57,13 +60,16 @@ class Text:
         """Load the tokenizer.
 
         Raises:
-            TrainingError: no tokenizer.json, or one without `<|endoftext|>`.
+            TrainingError: no tokenizer.json, a damaged one, or one without `<|endoftext|>`.
         """
         path = Path(tokenizer_folder) / "tokenizer.json"
         if not path.is_file():
             raise TrainingError(f"tokenizer must be a folder with tokenizer.json; got {tokenizer_folder}; correct it")
         self._bytes = path.read_bytes()
-        self._tokenizer = Tokenizer.from_buffer(self._bytes)
+        try:
+            self._tokenizer = Tokenizer.from_buffer(self._bytes)
+        except ValueError as error:
+            raise TrainingError(f"the tokenizer must be readable; {path}: {error}; copy it again") from error
         end = self._tokenizer.token_to_id(END_OF_TEXT)
         if end is None:
             raise TrainingError(f"the tokenizer must have {END_OF_TEXT}, which closes documents; {path} has none")
@@ -110,14 +116,16 @@ class Text:
             key.update(sha256(path.read_bytes()).digest())
         kept = Path(cache) / f"{key.hexdigest()[:32]}.npz"
         if kept.is_file():
-            bar.update(sum(path.stat().st_size for path in files))
-            with np.load(kept) as arrays:
-                return DomainTokens(tokens=arrays["tokens"], starts=arrays["starts"])
+            try:
+                with np.load(kept) as arrays:
+                    tokens = DomainTokens(tokens=arrays["tokens"], starts=arrays["starts"])
+            except (OSError, EOFError, ValueError, KeyError, BadZipFile) as error:
+                _LOG.warning("kept text is damaged and made again: %s: %s", kept, error)
+            else:
+                bar.update(sum(path.stat().st_size for path in files))
+                return tokens
         tokens = self._read_files(files, bar, pool)
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = kept.with_suffix(f".{os.getpid()}.npz")
-        np.savez(unfinished, tokens=tokens.tokens, starts=tokens.starts)
-        unfinished.replace(kept)
+        _keep(kept, tokens)
         return tokens
 
     def _read_files(self, files: list[Path], bar: tqdm, pool: ThreadPoolExecutor) -> DomainTokens:
@@ -144,6 +152,19 @@ class Text:
         return np.concatenate(pieces), lengths
 
 
+def _keep(path: Path, tokens: DomainTokens) -> None:
+    """Write tokenized text under another name, and rename it when it is whole."""
+    unfinished = path.with_suffix(f".{os.getpid()}.npz")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        np.savez(unfinished, tokens=tokens.tokens, starts=tokens.starts)
+        unfinished.replace(path)
+    except OSError as error:
+        raise TrainingError(
+            f"data.cache must be a folder with room to write in; {path.parent}: {error}; correct it, or leave it empty"
+        ) from error
+
+
 def _files(folders: list[str], part: str, domain: str) -> list[Path]:
     found = []
     for folder in folders:
@@ -166,8 +187,9 @@ def _texts(path: Path) -> Iterator[str]:
                 text = json.loads(line)["text"]
                 if not isinstance(text, str):
                     raise TypeError(f"text is {text!r}")
+                text.encode()  # half a surrogate pair is no text, and the tokenizer could not say where it stood
                 yield text
-    except (OSError, EOFError, ValueError, KeyError, TypeError, lzma.LZMAError) as error:
+    except (OSError, EOFError, ValueError, KeyError, TypeError, RecursionError, lzma.LZMAError) as error:
         raise TrainingError(
             f"{path} must be xz with one JSON object with `text` per line; line {number}: {error!r}; write it again"
         ) from error

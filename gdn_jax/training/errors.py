@@ -1,7 +1,7 @@
 """Errors of training.
 
 ModelError
-└── TrainingError           what was given cannot be trained with: settings, text, a checkpoint of another run
+└── TrainingError           what was given cannot be trained with: settings, text, a checkpoint of another run; no room
 RuntimeError
 └── DivergedError           loss or gradient stopped being finite
 """
@@ -10,7 +10,7 @@ from gdn_jax.errors import ModelError
 
 
 class TrainingError(ModelError):
-    """Settings, text or an earlier checkpoint do not fit; nothing was trained."""
+    """Settings, text or an earlier checkpoint do not fit, or the out folder takes no more."""
 
 
 class DivergedError(RuntimeError):

@@ -4,7 +4,6 @@ What the engine holds in float32 (A_log, dt_bias, the GDN norm) is float32 in th
 which gives the values that a run with `compute_dtype = "bfloat16"` computed with.
 """
 
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from gdn_jax.config import ModelConfig
-from gdn_jax.training.checkpoint import stored_tensors, write_json
+from gdn_jax.training.checkpoint import stored_tensors, whole_folder, write_json
 from gdn_jax.training.parameters import Params, make_layout
 from gdn_jax.training.shards import write_tensors
 
@@ -45,16 +44,15 @@ def export_model(
         published: content of config.json, but for the dtype.
         tokenizer: folder with the text files.
         most_bytes: of one weight file; 0 for one file.
+
+    Raises:
+        TrainingError: the folder cannot be written.
     """
     layout = make_layout(config, "bfloat16")
     rounded = {name: jax.device_get(params[name]).astype(jnp.dtype(dtype)) for name, _, _, dtype in layout.leaves}
-    unfinished = folder.with_name(f".unfinished-{os.getpid()}-{folder.name}")
-    unfinished.mkdir(parents=True)
-    write_tensors(unfinished, "model", stored_tensors(layout, rounded), most_bytes=most_bytes)
-    write_json(unfinished / "config.json", {**published, "dtype": "bfloat16"})
-    for name in _TEXT_FILES:
-        if (Path(tokenizer) / name).is_file():
-            shutil.copyfile(Path(tokenizer) / name, unfinished / name)
-    if folder.exists():
-        shutil.rmtree(folder)
-    unfinished.rename(folder)
+    with whole_folder(folder) as unfinished:
+        write_tensors(unfinished, "model", stored_tensors(layout, rounded), most_bytes=most_bytes)
+        write_json(unfinished / "config.json", {**published, "dtype": "bfloat16"})
+        for name in _TEXT_FILES:
+            if (Path(tokenizer) / name).is_file():
+                shutil.copyfile(Path(tokenizer) / name, unfinished / name)

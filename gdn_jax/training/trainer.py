@@ -61,7 +61,7 @@ class Trainer:
             quiet: no progress bars.
 
         Raises:
-            TrainingError: text, tokenizer, model and checkpoint do not fit.
+            TrainingError: text, tokenizer, model and checkpoint do not fit, or the out folder cannot be written.
             ConfigError: the model's config is not one.
         """
         self._started = time.monotonic()
@@ -87,6 +87,7 @@ class Trainer:
             most_bytes=self._most_bytes,
         )
         self._evaluation = self._evaluation_batches()
+        self._checkpoints.make()
         if not resume:
             self._checkpoints.clear()
         found = self._checkpoints.read_newest(jax.eval_shape(self._first_state))
@@ -105,6 +106,7 @@ class Trainer:
 
         Raises:
             DivergedError: loss or gradient was not finite too often in a row; no checkpoint is written then.
+            TrainingError: the out folder takes no more; the checkpoints in it stay.
         """
         total = self._config.optimizer.total_steps
         stop = min(total, stop_after or total)

@@ -60,6 +60,22 @@ def test_the_cache_gives_the_same_and_follows_the_files(folder, tmp_path):
     assert len(read(changed, cache=str(cache)).train["arithmetic"].starts) == 2
 
 
+@pytest.mark.parametrize("content", [b"", b"cut short"])
+def test_damaged_kept_text_is_made_again(folder, tmp_path, content):
+    first = read(folder, cache=str(tmp_path))
+    for path in tmp_path.iterdir():
+        path.write_bytes(content)
+    again = read(folder, cache=str(tmp_path))
+    assert np.array_equal(again.train["prose"].tokens, first.train["prose"].tokens)
+    assert all(path.read_bytes() != content for path in tmp_path.iterdir())
+
+
+def test_a_cache_that_cannot_be_written_is_refused_by_name(folder, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(TrainingError, match=r"data\.cache must be a folder with room"):
+        read(folder, cache=str(tmp_path / "file"))
+
+
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
@@ -67,6 +83,8 @@ def test_the_cache_gives_the_same_and_follows_the_files(folder, tmp_path):
         (lzma.compress(b'{"text": "a"}\n{"txt": "b"}\n'), "line 2"),
         (lzma.compress(b'{"text": 3}\n'), "line 1"),
         (lzma.compress(b"no json\n"), "line 1"),
+        (lzma.compress(b'{"text": "half a pair: \\ud800"}\n'), "line 1"),
+        (lzma.compress(b"[" * 100_000), "line 1"),
         (lzma.compress(b'{"text": "cut short"}\n')[:-8], "xz"),
         (lzma.compress(b""), "hold documents"),
     ],
@@ -86,4 +104,7 @@ def test_missing_text_and_tokenizers_are_refused_by_name(folder, tmp_path):
     with pytest.raises(TrainingError, match="must hold train/"):
         read(tmp_path)
     with pytest.raises(TrainingError, match=r"tokenizer\.json"):
+        Text(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(TrainingError, match="the tokenizer must be readable"):
         Text(tmp_path)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 from functools import partial
 from pathlib import Path
 
@@ -11,12 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracles.engine_rig import TINY
+from safetensors import SafetensorError
 from training.train_rig import MODEL, make_config, write_text_folder
 
 from gdn_jax.config import ModelConfig
 from gdn_jax.model import load_model
 from gdn_jax.training import step as step_module
 from gdn_jax.training.batch import TrainBatch
+from gdn_jax.training.checkpoint import whole_folder
 from gdn_jax.training.errors import DivergedError, TrainingError
 from gdn_jax.training.parameters import Layout
 from gdn_jax.training.shards import read_tensors
@@ -137,6 +140,52 @@ def test_a_damaged_checkpoint_is_refused_and_a_half_written_one_is_not_seen(text
         Trainer(config, quiet=True)
     assert Trainer(config, resume=False, quiet=True).progress.step == 0
     assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_progress_of_another_form_and_names_of_another_form(text, tmp_path):
+    (tmp_path / "checkpoints" / "step-old").mkdir(parents=True)
+    trainer = Trainer(make_config(text, tmp_path), quiet=True)
+    assert trainer.progress.step == 0
+    (tmp_path / "checkpoints" / "step-00000001").mkdir()
+    (tmp_path / "checkpoints" / "step-00000001" / "progress.json").write_text('{"settings": 3}')
+    with pytest.raises(TrainingError, match="must be whole"):
+        Trainer(make_config(text, tmp_path), quiet=True)
+    Trainer(make_config(text, tmp_path), resume=False, quiet=True)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-old"]
+
+
+def test_what_a_killed_process_of_the_same_id_left_is_no_hindrance(text, tmp_path):
+    trainer = Trainer(make_config(text, tmp_path), quiet=True)
+    left = tmp_path / "checkpoints" / f".unfinished-{os.getpid()}-step-00000000"
+    left.mkdir()
+    (left / "model.safetensors").touch()
+    assert trainer._checkpoints.write(trainer.state, trainer.progress).name == "step-00000000"
+    left = tmp_path / f".unfinished-{os.getpid()}-model"
+    left.mkdir()
+    (left / "old").touch()
+    with whole_folder(tmp_path / "model") as unfinished:
+        (unfinished / "new").touch()
+    assert [path.name for path in (tmp_path / "model").iterdir()] == ["new"]
+
+
+@pytest.mark.parametrize("error", [OSError("No space left"), SafetensorError("No space left")])
+def test_a_full_disk_is_one_error_and_leaves_nothing_half_written(text, tmp_path, monkeypatch, error):
+    def refuse(*arguments, **named):
+        raise error
+
+    trainer = Trainer(make_config(text, tmp_path), quiet=True)
+    trainer._checkpoints.write(trainer.state, trainer.progress)
+    trainer.progress.step = 1
+    monkeypatch.setattr("gdn_jax.training.shards.save_file", refuse)
+    with pytest.raises(TrainingError, match=r"room to write in; .*step-00000001: No space left; make room"):
+        trainer._checkpoints.write(trainer.state, trainer.progress)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000000"]
+
+
+def test_an_out_folder_that_cannot_be_written_is_refused_before_training(text, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(TrainingError, match=r"run\.out must be a folder with room to write in"):
+        Trainer(make_config(text, tmp_path / "file"), quiet=True)
 
 
 def test_only_the_newest_checkpoints_stay(text, tmp_path):
