@@ -275,7 +275,8 @@ def _training() -> ModuleType:
         if (error.name or "").startswith("gdn_jax"):
             raise
         raise SettingError(
-            f"gdn-jax train needs the extra `train`; {error.name} is not installed; pip install 'gdn-jax[train]'"
+            f"gdn-jax train needs the extra `train`; {error.name} is not installed; in the repository, run make setup, "
+            "or pip install '.[train]' for an environment of your own"
         ) from error
 
 

@@ -94,4 +94,5 @@ def test_a_missing_extra_is_named_with_the_remedy(monkeypatch, capsys):
 
     monkeypatch.setattr(command_line, "import_module", refuse)
     assert run(monkeypatch, "--config", TINY_CONFIG) == 2
-    assert "optax is not installed; pip install 'gdn-jax[train]'" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "optax is not installed; in the repository, run make setup, or pip install '.[train]'" in said
