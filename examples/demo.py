@@ -33,7 +33,7 @@ SUM = "What is 374 + 858?"
 
 def start(model: str = "pico", **settings: object) -> LLM:
     """Load a model and compile its steps, which takes most of a first run's time."""
-    say(f"{model}: compiling (about 30 s, kept for the next run) ... ")
+    say(f"{model}: compiling (half a minute, kept for the next run) ... ")
     began = time.monotonic()
     llm = LLM(model, **SETTINGS, use_tqdm=False, **settings)
     llm.generate("One", greedy(2), use_tqdm=False)  # a prefill step and a decode step: all that is used here
