@@ -8,7 +8,7 @@ from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
 from types import ModuleType
-from typing import Annotated
+from typing import Annotated, TextIO
 
 import tyro
 from tyro.conf import OmitArgPrefixes, UseAppendAction, subcommand
@@ -189,10 +189,27 @@ def run() -> int:
     return 0
 
 
+class _Answer:
+    """What stands on standard output: whether its last line has an end yet."""
+
+    is_open = False
+
+
+class _LineOfItsOwn(logging.StreamHandler[TextIO]):
+    """Log lines that do not stand in the middle of an answer which streams to the same terminal."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if _Answer.is_open and sys.stdout.isatty() and self.stream.isatty():
+            self.stream.write("\n")
+            _Answer.is_open = False
+        super().emit(record)
+
+
 def _write(text: str) -> None:
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
+        _Answer.is_open = not text.endswith("\n") if text else _Answer.is_open
     except OSError as error:
         raise _OutputError(f"standard output cannot be written: {error}; send it elsewhere") from error
 
@@ -216,7 +233,7 @@ def _one_line(problem: Exception) -> str:
 
 def _set_up_logging(command: Generate | Serve | Train, formatter: logging.Formatter | None = None) -> None:
     level = logging.WARNING if command.quiet else logging.DEBUG if command.verbose else logging.INFO
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _LineOfItsOwn(sys.stderr)
     handler.setFormatter(formatter or logging.Formatter("%(levelname).1s %(message)s"))
     ours = logging.getLogger("gdn_jax")
     ours.addHandler(handler)

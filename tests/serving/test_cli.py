@@ -1,5 +1,6 @@
 """The command line: answers on standard output, everything else on standard error, one line for a mistake."""
 
+import io
 import json
 import logging
 import os
@@ -14,7 +15,7 @@ import pytest
 from oracles.engine_rig import TINY
 from oracles.quick_engine import QuickRunner, make_parts, parts_of
 
-from gdn_jax.serving import llm
+from gdn_jax.serving import command_line, llm
 from gdn_jax.serving.__main__ import main
 
 SMALL = ("--max-model-len", "512", "--max-num-seqs", "1", "--max-num-batched-tokens", "256", "--dtype", "float32")
@@ -250,3 +251,25 @@ def test_generate_without_a_prompt_is_a_mistake_told_before_anything_is_loaded(
         main()
     assert ended.value.code == 2
     assert "give --prompt TEXT" in capsys.readouterr().err
+
+
+class Screen(io.StringIO):
+    """A terminal, or a file."""
+
+    def __init__(self, *, is_terminal: bool) -> None:
+        super().__init__()
+        self._is_terminal = is_terminal
+
+    def isatty(self) -> bool:
+        return self._is_terminal
+
+
+@pytest.mark.parametrize(("is_terminal", "shown"), [(True, "Bees\nlog\nmake\nlog\n"), (False, "Beeslog\nmake\nlog\n")])
+def test_a_log_line_stands_in_no_answer_on_the_same_terminal(monkeypatch, is_terminal, shown):
+    screen = Screen(is_terminal=is_terminal)
+    monkeypatch.setattr(sys, "stdout", screen)
+    handler = command_line._LineOfItsOwn(screen)
+    for text in ("Bees", "make\n"):
+        command_line._write(text)
+        handler.emit(logging.makeLogRecord({"msg": "log"}))
+    assert screen.getvalue() == shown
