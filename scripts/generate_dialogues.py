@@ -10,6 +10,7 @@ that the prompt up to the last user message can be asked. The same arguments wri
 import argparse
 import json
 import lzma
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import chain
@@ -67,7 +68,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--glosses", type=Path, nargs="*", default=[], help="files of words and meanings, beside the built-in"
     )
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.count < 0 or not 0 < options.megabytes < math.inf:
+        parser.error("--count must be at least 0, and --megabytes a number above 0")  # or it would never end
+    return options
 
 
 def _pairs(files: Sequence[Path]) -> tuple[tuple[str, str], ...]:

@@ -115,7 +115,7 @@ def write(tokenizer: tokenizers.Tokenizer, folder: Path) -> None:
         "clean_up_tokenization_spaces": False,
         "eos_token": "<|im_end|>",
         "errors": "replace",
-        "model_max_length": 8192,
+        "model_max_length": 2048,
         "pad_token": "<|endoftext|>",
         "split_special_tokens": False,
         "tokenizer_class": "Qwen2Tokenizer",

@@ -73,7 +73,14 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--sources", type=Path, default=SOURCES, help="the list of packages")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="archives that are read side by side")
     parser.add_argument("--skip-missing", action="store_true", help="go on without packages that cannot be downloaded")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.jobs < 1:
+        parser.error("--jobs must be at least 1")
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)  # now, not after an hour of work
+    except OSError as error:
+        parser.error(f"--out must be a folder: {error}")
+    return options
 
 
 def _report(found: Sequence[Document], sizes: dict[str, int], dropped: Counter[str], seconds: float) -> None:

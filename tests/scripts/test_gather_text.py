@@ -516,3 +516,15 @@ def test_the_command_gathers_and_accounts_for_it_and_skips_what_is_missing_only_
     (code,) = [entry for entry in account["sums"] if (entry["domain"], entry["split"]) == ("code", "train")]
     assert code["characters"] == row["characters"]
     assert "train/code" in capsys.readouterr().out
+
+
+def test_what_cannot_be_written_is_refused_before_anything_is_downloaded(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(command, "_download", lambda *arguments, **named: pytest.fail("downloaded"))
+    (tmp_path / "file").touch()
+    for arguments, message in (
+        (["--out", str(tmp_path / "file")], "--out must be a folder"),
+        (["--out", str(tmp_path), "--jobs", "0"], "--jobs must be at least 1"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            command.main(arguments)
+        assert message in capsys.readouterr().err

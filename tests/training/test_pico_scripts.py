@@ -104,3 +104,11 @@ def test_tags_in_the_text_are_no_merges_and_the_files_load(
     assert len(tokenizer.encode("<|im_start|><think></tool_response>")) == 3
     assert not any(b"im_start" in tokenizer.token_bytes(token_id) for token_id in range(391))
     assert tokenizer.end_token_ids == (393, 391)
+
+
+@pytest.mark.parametrize("amount", [("--count", "-1"), ("--megabytes", "0"), ("--megabytes", "nan")])
+def test_an_amount_that_has_no_end_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture, amount) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        generate_dialogues.main(["--out", str(tmp_path), *amount])
+    assert "--megabytes a number above 0" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

@@ -1,5 +1,6 @@
 """The text side of the pico model that the package ships: chat template, tokenizer, and what ends its texts."""
 
+import json
 import unicodedata
 from pathlib import Path
 
@@ -164,3 +165,8 @@ def test_a_text_ends_with_the_turn_or_the_document(tokenizer: Tokenizer) -> None
 def test_answers_are_mostly_below_sixty_tokens(tokenizer: Tokenizer, domain: str) -> None:
     lengths = [len(tokenizer.encode(str(dialogue.messages[-1]["content"]))) for dialogue in generate(domain, 300, 4)]
     assert sum(length < 60 for length in lengths) > 0.95 * len(lengths)
+
+
+def test_the_tokenizer_says_how_long_a_text_the_model_reads() -> None:
+    most = json.loads((PICO / "config.json").read_text())["max_position_embeddings"]
+    assert json.loads((PICO / "tokenizer_config.json").read_text())["model_max_length"] == most
