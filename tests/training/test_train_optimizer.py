@@ -96,4 +96,4 @@ def test_flops_are_counted_by_hand():
     head = 2 * 32 * 32 + attention + mlp + output
     rows = 2 * 16 * 64  # heads, width, T
     expected = 6 * (output + gdn + attention + 2 * mlp + 2 * head + 3 * rows)
-    assert flops_per_token(CONFIG, layout, sequence_length=64, mtp_depth=2) == expected
+    assert flops_per_token(CONFIG, layout, sequence_length=64, mtp_depth=2.0) == expected

@@ -21,7 +21,7 @@ README, PAGE = (ROOT / "README.md").read_text(), (ROOT / "docs" / "http.md").rea
 
 @pytest.fixture(scope="module")
 def tiny():
-    with live_server(served_model_name=("tiny",)) as found:
+    with live_server(served_model_name=("pico",)) as found:
         yield found
 
 
