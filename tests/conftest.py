@@ -13,10 +13,9 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 install_import_hook("gdn_jax", "beartype.beartype")  # before any test imports a module of ours
 
-# Most of the suite's time goes to compiling; what any process of this or an earlier run compiled, in any checkout, is
-# read back: the key is the program, not where it stands. The cache is bounded because a bounded one takes a lock
-# (filelock's): else one could read what another has half written.
-COMPILED = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "gdn-jax" / "tests"
+# Most of the suite's time goes to compiling; what any process of this or an earlier run compiled is read back. The
+# cache is bounded because a bounded one takes a lock (filelock's): else one could read what another has half written.
+COMPILED = Path(__file__).resolve().parents[1] / ".cache" / "compiled"
 jax.config.update("jax_compilation_cache_dir", str(COMPILED))
 jax.config.update("jax_compilation_cache_max_size", 2**30)  # bytes
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
