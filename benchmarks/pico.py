@@ -15,8 +15,6 @@ The folders are those that the model was trained from; its card says how to gath
   `right_answers` is the share of the same dialogues whose answer equals the one that the dialogue's generator gave.
 """
 
-import json
-import lzma
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,6 +35,7 @@ from gdn_jax import LLM, SamplingParams
 from gdn_jax.model import LanguageModel, load_model
 from gdn_jax.shipped import model_folder
 from gdn_jax.training.corpus import Corpus, DomainTokens, Text
+from gdn_jax.training.text_files import domain_files, read_documents
 
 DOMAINS = ("code", "docs", "prose", "glosses", "chat", "tools", "arithmetic", "json")
 DIALOGUES = ("chat", "tools", "arithmetic", "json")
@@ -184,10 +183,8 @@ def _drafting(arguments: Arguments, corpus: Corpus) -> Iterator[ResultRow]:
                 before = llm.stats()
                 outputs = llm.generate(given, params, use_tqdm=False)
                 after = llm.stats()
-                accepted = after.accepted_tokens - before.accepted_tokens
                 case = f"pico/{name}/{mode}/k{drafts}"
-                per_verify = 1 + accepted / (after.verified_rows - before.verified_rows)
-                yield _row(case, "tokens_per_verify", per_verify, "tokens")
+                yield _row(case, "tokens_per_verify", after.tokens_per_verify_since(before), "tokens")
                 if drafts == arguments.drafts:
                     answers = [output.outputs[0].token_ids for output in outputs]
                     yield _row(case, "distinct_share", _distinct_share(answers), "ratio")
@@ -246,11 +243,7 @@ def _without_thoughts(answer: str) -> str:
 
 
 def _dialogues(folders: Sequence[str], name: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
-    for folder in folders:
-        for path in sorted((Path(folder) / "held_out").glob(f"{name}.jsonl.xz")):
-            with lzma.open(path, "rt", encoding="utf-8") as lines:
-                found += [json.loads(line) for line in lines]
+    found = [document for path in domain_files(folders, "held_out", name) for document in read_documents(path)]
     if not found:
         raise SystemExit(f"no number is reported: no held_out/{name}.jsonl.xz in {', '.join(folders)}")
     return found

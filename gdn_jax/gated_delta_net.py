@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 from gdn_jax.config import ModelConfig
 from gdn_jax.kernels.causal_conv1d import causal_conv1d_advance, causal_conv1d_forward, causal_conv1d_prefill
 from gdn_jax.kernels.dispatch import Implementation
+from gdn_jax.kernels.documents import same_document
 from gdn_jax.kernels.gated_delta import DeltaInputs, delta_inputs, gdn_advance, gdn_forward, gdn_prefill
 from gdn_jax.kernels.gated_rms_norm import gated_rms_norm
 from gdn_jax.linear import Linear
@@ -92,7 +93,7 @@ class GatedDeltaNet(nnx.Module):
             self.in_proj_qkv(x), self.conv_weight[...], document, implementation=self.implementation
         )
         q, inputs = self._delta_inputs(mixed, x)
-        is_first = jnp.diff(document, axis=1, prepend=-1) != 0
+        is_first = ~same_document(document, 1)
         return self._output(gdn_forward(q, inputs, is_first, implementation=self.implementation), x)
 
     def _delta_inputs(

@@ -19,6 +19,7 @@ from gdn_jax.config import ModelConfig
 from gdn_jax.decoder import DecoderLayer
 from gdn_jax.kernels.dispatch import Implementation
 from gdn_jax.kernels.document_attention import KeyValues, document_attention, visible_keys
+from gdn_jax.kernels.documents import same_document
 from gdn_jax.linear import Linear
 from gdn_jax.norm import RMSNorm
 from gdn_jax.state import AdvanceBatch, KVPages, PrefillBatch
@@ -114,7 +115,7 @@ class MTPHead(nnx.Module):
         """
         attention: Any = self.layer.mixer  # the layer's kind is full attention
         position = positions_in_row(embeddings) + ROPE_OFFSET
-        has_entry = jnp.diff(document, axis=1, prepend=-1) == 0  # the first token of a document has none
+        has_entry = same_document(document, 1)  # the first token of a document has none
         outputs: list[Array] = []
         entries: list[KeyValues] = []  # of each depth
         for fed in range(depth):

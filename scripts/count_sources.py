@@ -9,17 +9,14 @@ counts what is there: text that was gathered with another list than today's has 
 
 import argparse
 import json
-import lzma
-import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from scripts.gather_text.sources import Source, load_sources
+from gdn_jax.training.text_files import domain_of, read_documents
+from scripts.gather_text.sources import SOURCES, Source, load_sources
 
-ROOT = Path(__file__).resolve().parents[1]
-SOURCES = ROOT / "configs" / "train" / "sources.toml"
 # Documents of scripts/generate_dialogues.py say so; they are the project's own.
 _GENERATED = {"registry": "gdn-jax", "name": "scripts/generate_dialogues.py", "version": "", "licence": "Apache-2.0"}
 
@@ -60,10 +57,8 @@ def _documents(folders: Sequence[Path]) -> Iterator[tuple[str, str, str, int]]:
     """Yield part, domain, source and characters of each document."""
     for folder in folders:
         for path in sorted(folder.glob("*/*.jsonl.xz")):
-            domain = re.sub(r"(-\d+)?\.jsonl\.xz$", "", path.name)
-            with lzma.open(path, "rt", encoding="utf-8") as lines:
-                for document in map(json.loads, lines):
-                    yield path.parent.name, domain, document["source"], len(document["text"])
+            for document in read_documents(path):
+                yield path.parent.name, domain_of(path) or path.name, document["source"], len(document["text"])
 
 
 def _facts(label: str, listed: dict[str, Source]) -> dict[str, str]:

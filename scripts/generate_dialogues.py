@@ -19,12 +19,12 @@ from pathlib import Path
 from tqdm import tqdm
 
 from gdn_jax.serving.text.chat_template import ChatTemplate
+from gdn_jax.shipped import model_folder
 from gdn_jax.training.dialogues import DOMAINS, generate
 from gdn_jax.training.dialogues.dialogue import Dialogue
 from gdn_jax.training.dialogues.glosses import BUILT_IN, read_glosses
 
-ROOT = Path(__file__).resolve().parents[1]
-PICO = ROOT / "gdn_jax" / "models" / "pico"
+PICO = model_folder("pico")
 SHARES = {"chat": 0.40, "tools": 0.26, "arithmetic": 0.17, "json": 0.17}  # of the bytes
 HELD_OUT = 300  # dialogues of each domain
 

@@ -10,7 +10,6 @@ a token has.
 
 import argparse
 import json
-import lzma
 import random
 import re
 import sys
@@ -20,6 +19,8 @@ from pathlib import Path
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
+
+from gdn_jax.training.text_files import domain_files, read_documents
 
 VOCABULARY = 4096  # ids in all
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -144,12 +145,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def _texts(folders: Sequence[Path], part: str, domain: str) -> Iterator[str]:
     """Yield the documents of a domain."""
-    for folder in folders:
-        files = [*(folder / part).glob(f"{domain}.jsonl.xz"), *(folder / part).glob(f"{domain}-*.jsonl.xz")]
-        for path in sorted(files):
-            with lzma.open(path, "rt", encoding="utf-8") as lines:
-                for line in lines:
-                    yield json.loads(line)["text"]
+    for path in domain_files(folders, part, domain):
+        for document in read_documents(path):
+            yield document["text"]
 
 
 if __name__ == "__main__":

@@ -324,7 +324,8 @@ def _show_drafts(before: EngineStats, after: EngineStats) -> None:
     accepted, drafted = (getattr(after, name) - getattr(before, name) for name in ("accepted_tokens", "drafted_tokens"))
     if rows:
         sys.stderr.write(
-            f"[{1 + accepted / rows:.2f} tokens per verify: {accepted} of {drafted} drafts accepted in {rows} steps]\n"
+            f"[{after.tokens_per_verify_since(before):.2f} tokens per verify: "
+            f"{accepted} of {drafted} drafts accepted in {rows} steps]\n"
         )
 
 

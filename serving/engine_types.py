@@ -118,7 +118,15 @@ class EngineStats:
     @property
     def tokens_per_verify(self) -> float:
         """Tokens that a verifying row emits on average: accepted drafts and one more; 0 before the first of them."""
-        return 1 + self.accepted_tokens / self.verified_rows if self.verified_rows else 0.0
+        return _per_verify(self.accepted_tokens, self.verified_rows)
+
+    def tokens_per_verify_since(self, before: "EngineStats") -> float:
+        """Return the same of the rows that verified between two moments."""
+        return _per_verify(self.accepted_tokens - before.accepted_tokens, self.verified_rows - before.verified_rows)
+
+
+def _per_verify(accepted_tokens: int, verified_rows: int) -> float:
+    return 1 + accepted_tokens / verified_rows if verified_rows else 0.0
 
 
 @dataclass(kw_only=True)

@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from gdn_jax.tensor_names import stored_form
 from gdn_jax.training.errors import TrainingError
 from gdn_jax.training.parameters import Layout
-from gdn_jax.training.shards import Tensors, read_tensors, write_tensors
+from gdn_jax.training.shards import Tensors, read_tensors, write_json, write_tensors
 from gdn_jax.training.step import TrainState
 
 _UNFINISHED = ".unfinished-"
@@ -178,11 +178,6 @@ def _no_room(path: Path, error: Exception) -> TrainingError:
 def stored_tensors(layout: Layout, params: Tensors) -> dict[str, np.ndarray]:
     """Return host arrays in the shapes in which files hold them, by name."""
     return {name: params[name].reshape(stored_form(path, shape)[1]) for name, path, shape, _ in layout.leaves}
-
-
-def write_json(path: Path, content: Mapping[str, object]) -> None:
-    """Write a JSON object."""
-    path.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def _named(moments: object) -> dict[str, Any]:

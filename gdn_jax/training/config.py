@@ -6,7 +6,7 @@ from pathlib import Path
 
 from gdn_jax.config import ModelConfig
 from gdn_jax.config_json import read_folder
-from gdn_jax.training.errors import TrainingError
+from gdn_jax.training.errors import TrainingError, require
 from gdn_jax.training.loss import LossOptions
 
 _DTYPES = ("bfloat16", "float32")
@@ -33,13 +33,13 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         """Check ranges."""
-        _require(len(self.folders) > 0, "data.folders", "name at least one folder", self.folders)
-        _require(len(self.weights) > 0, "data.weights", "name at least one domain", self.weights)
+        require(len(self.folders) > 0, "data.folders", "name at least one folder", self.folders)
+        require(len(self.weights) > 0, "data.weights", "name at least one domain", self.weights)
         for domain, weight in self.weights.items():
-            _require(0 < weight < 1e6, f"data.weights.{domain}", "be above 0 (leave the domain out instead)", weight)
+            require(0 < weight < 1e6, f"data.weights.{domain}", "be above 0 (leave the domain out instead)", weight)
         length = self.sequence_length
-        _require(length >= _CHUNK and length % _CHUNK == 0, "data.sequence_length", "be a multiple of 64", length)
-        _require(self.held_out_tokens >= 1, "data.held_out_tokens", "be at least 1", self.held_out_tokens)
+        require(length >= _CHUNK and length % _CHUNK == 0, "data.sequence_length", "be a multiple of 64", length)
+        require(self.held_out_tokens >= 1, "data.held_out_tokens", "be at least 1", self.held_out_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,16 +71,14 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         """Check ranges."""
         for name in ("peak_learning_rate", "eps", "clip_norm"):
-            _require(getattr(self, name) > 0, f"optimizer.{name}", "be above 0", getattr(self, name))
+            require(getattr(self, name) > 0, f"optimizer.{name}", "be above 0", getattr(self, name))
         for name in ("beta1", "beta2"):
-            _require(0 <= getattr(self, name) < 1, f"optimizer.{name}", "be in [0, 1)", getattr(self, name))
-        _require(0 <= self.final_share <= 1, "optimizer.final_share", "be in [0, 1]", self.final_share)
-        _require(self.weight_decay >= 0, "optimizer.weight_decay", "be at least 0", self.weight_decay)
-        _require(self.total_steps >= 1, "optimizer.total_steps", "be at least 1", self.total_steps)
+            require(0 <= getattr(self, name) < 1, f"optimizer.{name}", "be in [0, 1)", getattr(self, name))
+        require(0 <= self.final_share <= 1, "optimizer.final_share", "be in [0, 1]", self.final_share)
+        require(self.weight_decay >= 0, "optimizer.weight_decay", "be at least 0", self.weight_decay)
+        require(self.total_steps >= 1, "optimizer.total_steps", "be at least 1", self.total_steps)
         fits = 0 <= self.warmup_steps < self.total_steps
-        _require(
-            fits, "optimizer.warmup_steps", f"be in 0..total_steps - 1 ({self.total_steps - 1})", self.warmup_steps
-        )
+        require(fits, "optimizer.warmup_steps", f"be in 0..total_steps - 1 ({self.total_steps - 1})", self.warmup_steps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,9 +95,9 @@ class BatchConfig:
 
     def __post_init__(self) -> None:
         """Check ranges."""
-        _require(self.rows >= 1, "batch.rows", "be at least 1", self.rows)
+        require(self.rows >= 1, "batch.rows", "be at least 1", self.rows)
         fits = self.micro_batches >= 1 and self.rows % self.micro_batches == 0
-        _require(fits, "batch.micro_batches", f"divide batch.rows ({self.rows})", self.micro_batches)
+        require(fits, "batch.micro_batches", f"divide batch.rows ({self.rows})", self.micro_batches)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,13 +130,13 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         """Check ranges."""
-        _require(self.out != "", "run.out", "name a folder", self.out)
-        _require(0 <= self.seed < 2**31, "run.seed", "be in 0..2^31 - 1", self.seed)
+        require(self.out != "", "run.out", "name a folder", self.out)
+        require(0 <= self.seed < 2**31, "run.seed", "be in 0..2^31 - 1", self.seed)
         for name in ("evaluate_every", "keep", "max_bad_steps"):
-            _require(getattr(self, name) >= 1, f"run.{name}", "be at least 1", getattr(self, name))
+            require(getattr(self, name) >= 1, f"run.{name}", "be at least 1", getattr(self, name))
         for name in ("checkpoint_every", "checkpoint_seconds", "time_limit_s", "shard_mib"):
-            _require(getattr(self, name) >= 0, f"run.{name}", "be at least 0", getattr(self, name))
-        _require(self.compute_dtype in _DTYPES, "run.compute_dtype", f"be {' or '.join(_DTYPES)}", self.compute_dtype)
+            require(getattr(self, name) >= 0, f"run.{name}", "be at least 0", getattr(self, name))
+        require(self.compute_dtype in _DTYPES, "run.compute_dtype", f"be {' or '.join(_DTYPES)}", self.compute_dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,13 +156,6 @@ class TrainConfig:
     batch: BatchConfig = field(default_factory=BatchConfig)
     loss: LossOptions = field(default_factory=LossOptions)
 
-    def __post_init__(self) -> None:
-        """Check the parts of the loss, which checks nothing itself."""
-        _require(self.loss.mtp_weight >= 0, "loss.mtp_weight", "be at least 0", self.loss.mtp_weight)
-        _require(1 <= self.loss.mtp_depth <= 8, "loss.mtp_depth", "be in 1..8", self.loss.mtp_depth)
-        _require(0 < self.loss.mtp_row_share <= 1, "loss.mtp_row_share", "be in (0, 1]", self.loss.mtp_row_share)
-        _require(0 <= self.loss.mtp_soft_share <= 1, "loss.mtp_soft_share", "be in [0, 1]", self.loss.mtp_soft_share)
-
     def model_config(self) -> ModelConfig:
         """Return the model's sizes.
 
@@ -180,8 +171,3 @@ class TrainConfig:
                 f"{config.model_type}{' with FP8 weights' if config.quantization else ''}; choose such a config"
             )
         return config
-
-
-def _require(holds: bool, name: str, rule: str, value: object) -> None:
-    if not holds:
-        raise TrainingError(f"{name} must {rule}; got {value!r}; correct it")

@@ -5,11 +5,8 @@ domain may have files in several folders. Files are decompressed in threads, and
 documents over all cores. What was tokenized once can be kept in a cache folder.
 """
 
-import json
 import logging
-import lzma
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,10 +21,10 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from gdn_jax.training.errors import TrainingError
+from gdn_jax.training.text_files import domain_files, read_documents
 
 _LOG = logging.getLogger(__name__)
 END_OF_TEXT = "<|endoftext|>"
-_NAME = re.compile(r"(?P<domain>[a-z][a-z0-9_]*)(-\d+)?\.jsonl\.xz")
 _DOCUMENTS = 4096  # per call of the tokenizer: enough for every core, and little memory
 
 
@@ -130,7 +127,7 @@ class Text:
 
     def _read_files(self, files: list[Path], bar: tqdm, pool: ThreadPoolExecutor) -> DomainTokens:
         def read(path: Path) -> list[tuple[np.ndarray, np.ndarray]]:
-            parts = [self._encode(texts) for texts in _batches(_texts(path))]
+            parts = [self._encode(texts) for texts in _batches(document["text"] for document in read_documents(path))]
             bar.update(path.stat().st_size)
             return parts
 
@@ -166,33 +163,10 @@ def _keep(path: Path, tokens: DomainTokens) -> None:
 
 
 def _files(folders: list[str], part: str, domain: str) -> list[Path]:
-    found = []
     for folder in folders:
         if not (Path(folder) / part).is_dir():
             raise TrainingError(f"data.folders must hold {part}/; {folder} does not; correct the path")
-        for path in sorted((Path(folder) / part).iterdir()):
-            match = _NAME.fullmatch(path.name)
-            if match and match["domain"] == domain:
-                found.append(path)
-    return found
-
-
-def _texts(path: Path) -> Iterator[str]:
-    """Yield the documents of one file."""
-    number = 0
-    try:
-        with lzma.open(path, "rt", encoding="utf-8") as lines:
-            for line in lines:
-                number += 1  # kept for the message
-                text = json.loads(line)["text"]
-                if not isinstance(text, str):
-                    raise TypeError(f"text is {text!r}")
-                text.encode()  # half a surrogate pair is no text, and the tokenizer could not say where it stood
-                yield text
-    except (OSError, EOFError, ValueError, KeyError, TypeError, RecursionError, lzma.LZMAError) as error:
-        raise TrainingError(
-            f"{path} must be xz with one JSON object with `text` per line; line {number}: {error!r}; write it again"
-        ) from error
+    return domain_files(folders, part, domain)
 
 
 def _batches(texts: Iterator[str]) -> Iterator[list[str]]:

@@ -15,3 +15,13 @@ class TrainingError(ModelError):
 
 class DivergedError(RuntimeError):
     """Loss or gradient was not finite for too many steps in a row; no checkpoint holds a value that is not."""
+
+
+def require(holds: bool, name: str, rule: str, value: object) -> None:
+    """Refuse a setting that does not hold its rule.
+
+    Raises:
+        TrainingError: it does not.
+    """
+    if not holds:
+        raise TrainingError(f"{name} must {rule}; got {value!r}; correct it")

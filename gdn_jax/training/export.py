@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from gdn_jax.config import ModelConfig
-from gdn_jax.training.checkpoint import stored_tensors, whole_folder, write_json
+from gdn_jax.training.checkpoint import stored_tensors, whole_folder
 from gdn_jax.training.parameters import Params, make_layout
-from gdn_jax.training.shards import write_tensors
+from gdn_jax.training.shards import write_json, write_tensors
 
 # Copied where the tokenizer's folder has them.
 _TEXT_FILES = (

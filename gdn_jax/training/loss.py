@@ -13,8 +13,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from gdn_jax.decoder import Decoder
+from gdn_jax.kernels.documents import same_document
 from gdn_jax.model import LanguageModel
 from gdn_jax.training.batch import TrainBatch
+from gdn_jax.training.errors import require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +34,13 @@ class LossOptions:
     mtp_depth: int = 3
     mtp_soft_share: float = 0.5
     mtp_row_share: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Check ranges."""
+        require(self.mtp_weight >= 0, "loss.mtp_weight", "be at least 0", self.mtp_weight)
+        require(1 <= self.mtp_depth <= 8, "loss.mtp_depth", "be in 1..8", self.mtp_depth)
+        require(0 < self.mtp_row_share <= 1, "loss.mtp_row_share", "be in (0, 1]", self.mtp_row_share)
+        require(0 <= self.mtp_soft_share <= 1, "loss.mtp_soft_share", "be in [0, 1]", self.mtp_soft_share)
 
 
 def training_loss(
@@ -60,7 +69,7 @@ def training_loss(
     head_loss = jnp.zeros((), jnp.float32)
     drafts = model.mtp.forward(decoder.embed_tokens(batch.token_ids), hidden, batch.document, depth=options.mtp_depth)
     for depth, output in enumerate(drafts, start=1):
-        known = counts & _same_document(batch.document, depth)
+        known = counts & same_document(batch.document, depth)
         hard, soft = _cross_entropy(decoder, output, jax.lax.stop_gradient(hidden), target, known)
         head_loss += (1.0 - options.mtp_soft_share) * hard + options.mtp_soft_share * soft
         metrics[f"mtp_{depth}"] = hard
@@ -70,12 +79,6 @@ def training_loss(
 def _targets(batch: TrainBatch) -> tuple[Int[Array, "rows T"], Bool[Array, "rows T"]]:
     """Return the token after each one, and whether it is of the same document."""
     return jnp.roll(batch.token_ids, -1, axis=1), jnp.diff(batch.document, axis=1, append=-1) == 0
-
-
-def _same_document(document: Int[Array, "rows T"], back: int) -> Bool[Array, "rows T"]:
-    """Return whether the token `back` places before is of the same document."""
-    before = jnp.pad(document, ((0, 0), (back, 0)), constant_values=-1)[:, : document.shape[1]]
-    return before == document
 
 
 def _cross_entropy(

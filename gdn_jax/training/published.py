@@ -7,7 +7,50 @@ What it writes, `ModelConfig.from_dict` reads back to the same sizes. Keys that 
 from gdn_jax.config import ModelConfig
 from gdn_jax.training.errors import TrainingError
 
-ARCHITECTURE = "Qwen3_5ForCausalLM"
+# Keys whose value is a field of `ModelConfig`, and that field.
+_FIELDS = {
+    "model_type": "model_type",
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_attention_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "head_dim": "head_dim",
+    "rms_norm_eps": "rms_norm_eps",
+    "linear_conv_kernel_dim": "conv_kernel",
+    "linear_key_head_dim": "linear_key_dim",
+    "linear_value_head_dim": "linear_value_dim",
+    "linear_num_key_heads": "num_linear_key_heads",
+    "linear_num_value_heads": "num_linear_value_heads",
+    "mamba_ssm_dtype": "state_dtype",
+    "max_position_embeddings": "max_position_embeddings",
+    "tie_word_embeddings": "tie_word_embeddings",
+    "mtp_num_hidden_layers": "num_mtp_layers",
+}
+# Keys whose value is the same for every model of this kind.
+_FIXED: dict[str, object] = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attn_output_gate": True,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "use_cache": True,
+    "mtp_use_dedicated_embeddings": False,
+    "bos_token_id": None,
+}
+_FORMED = (
+    "dtype",
+    "layer_types",
+    "full_attention_interval",
+    "partial_rotary_factor",
+    "rope_parameters",
+    "eos_token_id",
+    "pad_token_id",
+)
+# What a [model] table may hold: these, and an older spelling that `ModelConfig` reads.
+MODEL_KEYS = (*_FIELDS, *_FIXED, *_FORMED, "rope_theta")
 
 
 def published_config(config: ModelConfig, *, dtype: str, end_token: int) -> dict[str, object]:
@@ -26,32 +69,11 @@ def published_config(config: ModelConfig, *, dtype: str, end_token: int) -> dict
     ends = config.eos_token_ids or (end_token,)
     share = config.rotary_dim / config.head_dim
     return {
-        "architectures": [ARCHITECTURE],
-        "model_type": config.model_type,
+        **_FIXED,
+        **{key: getattr(config, field) for key, field in _FIELDS.items()},
         "dtype": dtype,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
         "layer_types": list(config.layer_types),
         "full_attention_interval": _interval(config),
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "attn_output_gate": True,
-        "hidden_act": "silu",
-        "rms_norm_eps": config.rms_norm_eps,
-        "initializer_range": 0.02,
-        "use_cache": True,
-        "linear_conv_kernel_dim": config.conv_kernel,
-        "linear_key_head_dim": config.linear_key_dim,
-        "linear_value_head_dim": config.linear_value_dim,
-        "linear_num_key_heads": config.num_linear_key_heads,
-        "linear_num_value_heads": config.num_linear_value_heads,
-        "mamba_ssm_dtype": config.state_dtype,
-        "max_position_embeddings": config.max_position_embeddings,
         "partial_rotary_factor": share,
         "rope_parameters": {
             "rope_type": "default",
@@ -60,53 +82,9 @@ def published_config(config: ModelConfig, *, dtype: str, end_token: int) -> dict
             "mrope_interleaved": True,
             "mrope_section": _three_axes(config.rotary_dim // 2),
         },
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "mtp_num_hidden_layers": config.num_mtp_layers,
-        "mtp_use_dedicated_embeddings": False,
-        "bos_token_id": None,
         "eos_token_id": ends[0] if len(ends) == 1 else list(ends),
         "pad_token_id": end_token,
     }
-
-
-# What a [model] table may hold: the keys above, and older spellings that `ModelConfig` reads.
-MODEL_KEYS = (
-    "architectures",
-    "model_type",
-    "dtype",
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "layer_types",
-    "full_attention_interval",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "attention_bias",
-    "attention_dropout",
-    "attn_output_gate",
-    "hidden_act",
-    "rms_norm_eps",
-    "initializer_range",
-    "use_cache",
-    "linear_conv_kernel_dim",
-    "linear_key_head_dim",
-    "linear_value_head_dim",
-    "linear_num_key_heads",
-    "linear_num_value_heads",
-    "mamba_ssm_dtype",
-    "max_position_embeddings",
-    "partial_rotary_factor",
-    "rope_theta",
-    "rope_parameters",
-    "tie_word_embeddings",
-    "mtp_num_hidden_layers",
-    "mtp_use_dedicated_embeddings",
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-)
 
 
 def _interval(config: ModelConfig) -> int:

@@ -36,7 +36,12 @@ def write_tensors(folder: Path, stem: str, tensors: Tensors, *, most_bytes: int)
         save_file(group, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(group, file)
     index = {"metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())}, "weight_map": weight_map}
-    (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    write_json(folder / f"{stem}.safetensors.index.json", index)
+
+
+def write_json(path: Path, content: Mapping[str, object]) -> None:
+    """Write a JSON object."""
+    path.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def read_tensors(folder: Path, stem: str) -> dict[str, Shaped[np.ndarray, "..."]]:

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from gdn_jax.kernels.anchors import NULL_SLOT, AdvanceRows, PrefillRows, load_slots, store_slots
 from gdn_jax.kernels.chunk_table import chunk_table
+from gdn_jax.kernels.documents import same_document
 
 
 def causal_conv1d_prefill(
@@ -71,10 +72,8 @@ def causal_conv1d_forward(
     """Convolve rows of whole documents; as `causal_conv1d.causal_conv1d_forward`."""
     num_tokens, taps = x.shape[1], []
     for back in range(weight.shape[1] - 1, 0, -1):
-        # -1 is no document: before the row's start there is none
-        before = jnp.pad(document, ((0, 0), (back, 0)), constant_values=-1)[:, :num_tokens]
         tap = jnp.pad(x, ((0, 0), (back, 0), (0, 0)))[:, :num_tokens]
-        taps.append(jnp.where((before == document)[..., None], tap, jnp.zeros((), x.dtype)))
+        taps.append(jnp.where(same_document(document, back)[..., None], tap, jnp.zeros((), x.dtype)))
     return _convolve([*taps, x], weight)
 
 

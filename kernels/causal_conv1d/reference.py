@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from gdn_jax.kernels.anchors import NULL_SLOT, AdvanceRows, PrefillRows, load_slots, store_slots
+from gdn_jax.kernels.documents import same_document
 
 
 def convolve(history: Float[Array, "K C"], weight: Float[Array, "C K"]) -> Float[Array, "C"]:
@@ -85,8 +86,6 @@ def causal_conv1d_forward(
     x: Float[Array, "rows T C"], weight: Float[Array, "C K"], document: Int[Array, "rows T"]
 ) -> Float[Array, "rows T C"]:
     """Convolve rows of whole documents token by token; as `causal_conv1d.causal_conv1d_forward`."""
-    no_document = jnp.full(document[:, :1].shape, -1, document.dtype)
-    is_first = document != jnp.concatenate([no_document, document[:, :-1]], axis=1)
 
     def run_token(window: Array, token: tuple[Array, Array]) -> tuple[Array, Array]:
         new, first = token
@@ -97,4 +96,4 @@ def causal_conv1d_forward(
         nothing = jnp.zeros((weight.shape[1] - 1, x.shape[1]), x.dtype)
         return jax.lax.scan(run_token, nothing, (x, is_first))[1]
 
-    return jax.vmap(run_row)(x, is_first)
+    return jax.vmap(run_row)(x, ~same_document(document, 1))

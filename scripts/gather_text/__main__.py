@@ -16,11 +16,10 @@ from tqdm import tqdm
 from scripts.gather_text.dedupe import SeenLines
 from scripts.gather_text.download import DownloadError, fetch
 from scripts.gather_text.gather import Document, clean_texts, documents
-from scripts.gather_text.sources import Source, SourceList, load_sources
+from scripts.gather_text.sources import SOURCES, Source, SourceList, load_sources
 from scripts.gather_text.write import write_account, write_documents
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = ROOT / "configs" / "train" / "sources.toml"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

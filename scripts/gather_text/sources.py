@@ -7,6 +7,7 @@ from fnmatch import translate
 from functools import cache
 from pathlib import Path
 
+SOURCES = Path(__file__).resolve().parents[2] / "configs" / "train" / "sources.toml"
 DOMAINS = ("code", "docs", "prose", "glosses")
 
 # Licences that ask for no more than a notice. "LicenseRef-PublicDomain" is no licence but the lack of need for one.
