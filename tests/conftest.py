@@ -1,6 +1,7 @@
 """Rules for every test: strict dtypes, no silent rank promotion, array shapes checked against their annotations."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -20,8 +21,21 @@ jax.config.update("jax_compilation_cache_dir", str(COMPILED))
 jax.config.update("jax_compilation_cache_max_size", 2**30)  # bytes
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
+# A compiled function holds tens to hundreds of memory mappings. Linux gives a process 65,530 (vm.max_map_count); at the
+# next one the compiler aborts, and a test process lives through files that map more than that in all.
+MOST_MAPPINGS = 25_000
+
 SERVING = Path(__file__).resolve().parent / "serving"
 GOLDEN = Path(__file__).resolve().parents[2] / "shared" / "golden"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def bounded_mappings() -> Iterator[None]:
+    """Drop what is compiled at the end of a file once it maps much; what is wanted again is read back from disk."""
+    yield
+    mappings = Path("/proc/self/maps")
+    if mappings.is_file() and mappings.read_bytes().count(b"\n") > MOST_MAPPINGS:  # no such file, no such limit
+        jax.clear_caches()
 
 
 @pytest.fixture(scope="session")
