@@ -17,7 +17,7 @@ PrefixCache = Literal["none", "align", "all"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 Quantization = Literal["auto", "fp8"]
-Kernels = Literal["auto", "reference", "jax"]
+Kernels = Literal["auto", "reference", "jax", "mosaic"]
 WarmUp = bool | Literal["auto"]
 MAX_SPECULATIVE_TOKENS = 8
 DEFAULT_SPECULATIVE_TOKENS = 3  # where speculation is asked for without a number, as the releases' own settings have it
@@ -190,7 +190,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": ("auto", "bfloat16", "float16", "float32"),
     "load_format": ("auto", "safetensors", "dummy"),
     "quantization": ("auto", "fp8"),
-    "kernels": ("auto", "reference", "jax"),
+    "kernels": ("auto", "reference", "jax", "mosaic"),
     "prefix_cache": ("none", "align", "all"),
     "state_dtype": ("auto", "bfloat16", "float16", "float32"),
 }

@@ -16,9 +16,21 @@ from gdn_jax.kernels.dispatch import Implementation
 
 __all__ = ["causal_conv1d_advance", "causal_conv1d_forward", "causal_conv1d_prefill"]
 
-_PREFILL = {Implementation.REFERENCE: reference.causal_conv1d_prefill, Implementation.JAX: plain.causal_conv1d_prefill}
-_ADVANCE = {Implementation.REFERENCE: reference.causal_conv1d_advance, Implementation.JAX: plain.causal_conv1d_advance}
-_FORWARD = {Implementation.REFERENCE: reference.causal_conv1d_forward, Implementation.JAX: plain.causal_conv1d_forward}
+_PREFILL = {
+    Implementation.REFERENCE: reference.causal_conv1d_prefill,
+    Implementation.JAX: plain.causal_conv1d_prefill,
+    Implementation.MOSAIC: plain.causal_conv1d_prefill,
+}
+_ADVANCE = {
+    Implementation.REFERENCE: reference.causal_conv1d_advance,
+    Implementation.JAX: plain.causal_conv1d_advance,
+    Implementation.MOSAIC: plain.causal_conv1d_advance,
+}
+_FORWARD = {
+    Implementation.REFERENCE: reference.causal_conv1d_forward,
+    Implementation.JAX: plain.causal_conv1d_forward,
+    Implementation.MOSAIC: plain.causal_conv1d_forward,
+}
 
 
 @partial(jax.jit, static_argnames="implementation")

@@ -5,10 +5,12 @@ Per value head h, with key head h // (Nv / Nk), state S [dk, dv] in float32 (sto
     S <- exp(g_t) S;   e = v_t - S^T k_t;   S <- S + k_t (beta_t e)^T;   o_t = S^T q_t
 
 q and k arrive l2-normalised, q scaled (`delta_inputs` makes them); g is the log decay, at most 0.
-`reference.py` runs this token by token and defines the meaning; `chunked.py` is the plain-JAX version.
+`reference.py` runs this token by token and defines the meaning; `chunked.py` is the plain-JAX version;
+`mosaic_advance.py` is the advance as a Pallas kernel for Hopper GPUs, which has tiles of its own in `tiles.py`.
 """
 
 from functools import partial
+from importlib import import_module
 
 import jax
 from jaxtyping import Array, Bool, Float
@@ -20,9 +22,33 @@ from gdn_jax.kernels.gated_delta.inputs import DeltaInputs, delta_inputs
 
 __all__ = ["DeltaInputs", "delta_inputs", "gdn_advance", "gdn_forward", "gdn_prefill"]
 
-_PREFILL = {Implementation.REFERENCE: reference.gdn_prefill, Implementation.JAX: chunked.gdn_prefill}
-_ADVANCE = {Implementation.REFERENCE: reference.gdn_advance, Implementation.JAX: chunked.gdn_advance}
-_FORWARD = {Implementation.REFERENCE: reference.gdn_forward, Implementation.JAX: chunked.gdn_forward}
+
+def _mosaic_advance(
+    q: Float[Array, "rows T Nk dk"],
+    new: DeltaInputs,
+    replay: DeltaInputs,
+    rows: AdvanceRows,
+    pool: Float[Array, "slots Nv dv dk"],
+) -> tuple[Float[Array, "rows T Nv dv"], Float[Array, "slots Nv dv dk"]]:
+    # By name, and not at the top of the file: it brings Pallas, a second that only such a GPU need spend.
+    return import_module("gdn_jax.kernels.gated_delta.mosaic_advance").gdn_advance(q, new, replay, rows, pool)
+
+
+_PREFILL = {
+    Implementation.REFERENCE: reference.gdn_prefill,
+    Implementation.JAX: chunked.gdn_prefill,
+    Implementation.MOSAIC: chunked.gdn_prefill,
+}
+_ADVANCE = {
+    Implementation.REFERENCE: reference.gdn_advance,
+    Implementation.JAX: chunked.gdn_advance,
+    Implementation.MOSAIC: _mosaic_advance,
+}
+_FORWARD = {
+    Implementation.REFERENCE: reference.gdn_forward,
+    Implementation.JAX: chunked.gdn_forward,
+    Implementation.MOSAIC: chunked.gdn_forward,
+}
 
 
 @partial(jax.jit, static_argnames="implementation")

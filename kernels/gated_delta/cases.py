@@ -299,20 +299,35 @@ PREFILL_TESTS = (
     _prefill_test("nothing"),
 )
 HEADS_TESTS = tuple(_heads_test(*heads) for heads in ((3, 3, 24, 16), (1, 3, 16, 24), (1, 4, 128, 64), (1, 8, 64, 16)))
+_NARROW = Heads(num_key=2, num_value=4, key_dim=64, value_dim=64)  # the least that every advance runs
+
+
+def _advance_test(name: str, *spans: Advance, heads: Heads = _NARROW, window: int = 4) -> AdvanceCase:
+    """A test of an advance, with a row of padding at the end."""
+    return AdvanceCase(name=f"test/advance/{name}", heads=heads, spans=spans, num_rows=len(spans) + 1, window=window)
+
+
+def _advance_heads_test(num_key: int, num_value: int, key_dim: int, value_dim: int) -> AdvanceCase:
+    heads = Heads(num_key=num_key, num_value=num_value, key_dim=key_dim, value_dim=value_dim)
+    name = f"heads/{num_key}x{num_value}/{key_dim}x{value_dim}"
+    return _advance_test(name, Advance(62, 2, 1, 64), heads=heads, window=2)
+
+
 ADVANCE_TESTS = (
-    AdvanceCase(
-        name="test/advance/decode",
-        heads=_SMALL,
-        spans=(Advance(10, 1, 1), Advance(63, 1, 1, 64), Advance(0, 1, 1), Advance(64, 1, 1, 64)),
-        num_rows=6,
-        window=4,
+    _advance_test("decode", Advance(10, 1, 1), Advance(63, 1, 1, 64), Advance(0, 1, 1), Advance(64, 1, 1, 64)),
+    _advance_test(
+        "verify",
+        Advance(60, 4, 4, 64),
+        Advance(61, 4, 3, 64),
+        Advance(62, 1, 4, 64),
+        Advance(7, 0, 2),
+        Advance(3, 4, 0),
     ),
-    AdvanceCase(
-        name="test/advance/verify",
-        heads=_SMALL,
-        spans=(Advance(60, 4, 4, 64), Advance(61, 4, 3, 64), Advance(62, 1, 4, 64), Advance(7, 0, 2), Advance(3, 4, 0)),
-        num_rows=6,
-        window=4,
+    _advance_test("one-token", Advance(10, 1, 1), window=1),
+    _advance_test("nine-tokens", Advance(56, 9, 9, 64), window=9),
+    *(
+        _advance_heads_test(*heads)
+        for heads in ((1, 1, 64, 128), (2, 4, 128, 64), (1, 3, 64, 64), (2, 8, 128, 128), (1, 8, 64, 64))
     ),
 )
 

@@ -7,7 +7,11 @@ from gdn_jax.kernels.grouped_matmul import plain, reference
 
 __all__ = ["grouped_matmul"]
 
-_GROUPED = {Implementation.REFERENCE: reference.grouped_matmul, Implementation.JAX: plain.grouped_matmul}
+_GROUPED = {
+    Implementation.REFERENCE: reference.grouped_matmul,
+    Implementation.JAX: plain.grouped_matmul,
+    Implementation.MOSAIC: plain.grouped_matmul,
+}
 
 
 def grouped_matmul(

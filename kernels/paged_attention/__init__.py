@@ -20,10 +20,12 @@ __all__ = ["paged_attention_advance", "paged_attention_prefill", "token_slots", 
 _PREFILL = {
     Implementation.REFERENCE: reference.paged_attention_prefill,
     Implementation.JAX: plain.paged_attention_prefill,
+    Implementation.MOSAIC: plain.paged_attention_prefill,
 }
 _ADVANCE = {
     Implementation.REFERENCE: reference.paged_attention_advance,
     Implementation.JAX: plain.paged_attention_advance,
+    Implementation.MOSAIC: plain.paged_attention_advance,
 }
 
 

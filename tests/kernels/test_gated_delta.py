@@ -6,15 +6,17 @@ compare runs of one shape exactly.
 """
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from mosaic_interpreter import interpreted, races_found
 from oracles import kernel_float64 as oracle
 
 from gdn_jax.kernels.anchors import AdvanceRows
-from gdn_jax.kernels.dispatch import Implementation
+from gdn_jax.kernels.dispatch import Implementation, UnsupportedKernelError
 from gdn_jax.kernels.gated_delta import DeltaInputs, gdn_advance, gdn_prefill
 from gdn_jax.kernels.gated_delta.cases import (
     ADVANCE_TESTS,
@@ -23,14 +25,18 @@ from gdn_jax.kernels.gated_delta.cases import (
     PREFILL_TESTS,
     AdvanceArguments,
     AdvanceCase,
+    Heads,
     PrefillArguments,
     PrefillCase,
     Span,
     make_advance,
     make_prefill,
 )
+from gdn_jax.kernels.gated_delta.mosaic_advance import gdn_advance as mosaic_advance
+from gdn_jax.kernels.gated_delta.tiles import AdvanceTiles
 
 FLOAT32, BFLOAT16 = 1e-5, 2e-2
+IN_JAX = pytest.mark.parametrize("implementation", [Implementation.REFERENCE, Implementation.JAX])
 EVERY = pytest.mark.parametrize("implementation", list(Implementation))
 
 
@@ -45,9 +51,14 @@ def prefill(args: PrefillArguments, implementation: Implementation) -> tuple[np.
 
 
 def advance(args: AdvanceArguments, implementation: Implementation) -> tuple[np.ndarray, np.ndarray]:
-    """Run an advance; returns outputs and pool."""
-    out = gdn_advance(args.q, args.new, args.replay, args.rows, args.pool, implementation=implementation)
-    return np.asarray(out[0]), np.asarray(out[1])
+    """Run an advance; returns outputs and pool. Mosaic kernels are interpreted, and must be free of races."""
+    run = partial(gdn_advance, args.q, args.new, args.replay, args.rows, args.pool, implementation=implementation)
+    if implementation != Implementation.MOSAIC:
+        return tuple(np.asarray(array) for array in run())
+    with interpreted():
+        out = tuple(np.asarray(array) for array in run())
+        assert not races_found()
+    return out
 
 
 def assert_close(got: np.ndarray, want: np.ndarray, tolerance: float) -> None:
@@ -70,7 +81,7 @@ def with_rows(args: PrefillArguments, **changes: object) -> PrefillArguments:
     return replace(args, rows=replace(args.rows, **changed))
 
 
-@EVERY
+@IN_JAX
 class TestPrefill:
     @pytest.mark.parametrize("case", [*PREFILL_TESTS, *HEADS_TESTS], ids=named)
     def test_equals_the_float64_model_and_touches_nothing_else(
@@ -188,7 +199,8 @@ class TestAdvance:
     def test_decoding_with_rejected_drafts_gives_the_states_and_outputs_of_a_prefill(
         self, implementation: Implementation
     ) -> None:
-        args = make_prefill(replace(CASES["test/one-row"], spans=(Span(0, 80),)))
+        heads = Heads(num_key=1, num_value=1, key_dim=64, value_dim=64)
+        args = make_prefill(replace(CASES["test/one-row"], heads=heads, spans=(Span(0, 80),)))
         want, stored = oracle.delta_prefill(args.q, args.inputs, args.rows, args.pool)
         at_64, end = int(args.rows.export_slot[0, 0]), int(args.rows.write_slot[0])
         outputs, pool = decode_with_drafts(args, num_tokens=80, implementation=implementation)
@@ -196,6 +208,49 @@ class TestAdvance:
         assert_close(pool[1], stored[end], FLOAT32)
         assert_close(pool[2], stored[at_64], FLOAT32)
         assert np.isnan(pool[[0, 3]]).all()
+
+
+class TestMosaicAdvance:
+    @pytest.mark.parametrize("value_rows", [16, 32, 64])
+    def test_tiles_change_no_more_than_the_order_of_sums(self, value_rows: int) -> None:
+        args = make_advance(CASES["test/advance/heads/2x4/128x64"])
+        outputs, stored = oracle.delta_advance(args.q, args.new, args.replay, args.rows, args.pool)
+        with interpreted():
+            tiles = AdvanceTiles(value_rows=value_rows)
+            tiled, pool = mosaic_advance(args.q, args.new, args.replay, args.rows, args.pool, tiles=tiles)
+            assert not races_found()
+        assert_close(np.asarray(tiled), outputs, FLOAT32)
+        assert_stored(np.asarray(pool), args.pool, stored, FLOAT32)
+
+    @pytest.mark.parametrize(("first", "second"), [("write_slot", "write_slot"), ("write_slot", "save_slot")])
+    def test_the_race_detector_sees_two_rows_that_write_one_slot(self, first: str, second: str) -> None:
+        args = make_advance(replace(CASES["test/advance/verify"], heads=CASES["test/advance/heads/1x1/64x128"].heads))
+        slots = getattr(args.rows, second).at[1].set(getattr(args.rows, first)[0])
+        args = replace(args, rows=replace(args.rows, **{second: slots}))
+        with interpreted():
+            jax.block_until_ready(gdn_advance(*vars(args).values(), implementation=Implementation.MOSAIC))
+            assert races_found()
+
+    @pytest.mark.parametrize(
+        ("heads", "state_dtype", "rule"),
+        [
+            (
+                Heads(num_key=1, num_value=1, key_dim=96, value_dim=64),
+                "float32",
+                "widths of keys and values must be 64",
+            ),
+            (
+                Heads(num_key=1, num_value=1, key_dim=64, value_dim=32),
+                "float32",
+                "widths of keys and values must be 64",
+            ),
+            (Heads(num_key=1, num_value=1, key_dim=64, value_dim=64), "float8_e4m3fn", "states must be one of"),
+        ],
+    )
+    def test_sizes_that_it_cannot_run_are_refused(self, heads: Heads, state_dtype: str, rule: str) -> None:
+        args = make_advance(replace(CASES["test/advance/one-token"], heads=heads, state_dtype=state_dtype))
+        with pytest.raises(UnsupportedKernelError, match=rule):
+            gdn_advance(*vars(args).values(), implementation=Implementation.MOSAIC)
 
 
 def decode_with_drafts(

@@ -100,7 +100,7 @@ def span_of(rows, row):
     return slice(offset[row], offset[row] + length[row])
 
 
-@pytest.mark.parametrize("implementation", Implementation)
+@pytest.mark.parametrize("implementation", [Implementation.REFERENCE, Implementation.JAX])
 def test_prefill_is_dense_attention_over_prefix_and_span(implementation):
     held = sequences([start + length for start, length in SPANS])
     q, rows = queries(NUM_TOKENS, 4, 16), prefill_rows(SPANS)
@@ -240,7 +240,7 @@ def test_an_advance_row_has_the_same_bits_whatever_stands_beside_and_after_it():
     np.testing.assert_array_equal(got[0, :2], together[2, :2])
 
 
-@pytest.mark.parametrize("implementation", Implementation)
+@pytest.mark.parametrize("implementation", [Implementation.REFERENCE, Implementation.JAX])
 def test_a_query_past_the_pages_its_row_owns_reads_only_owned_keys(implementation):
     held = sequences([CHUNK, TABLE * CHUNK, 0, 0])
     q = queries(4, 4, 6, 16)

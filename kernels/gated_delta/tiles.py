@@ -1,0 +1,46 @@
+"""Tile sizes of the Mosaic kernels of the gated delta rule, and which sizes those kernels can run at all."""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from gdn_jax.kernels.dispatch import UnsupportedKernelError
+
+WIDTHS = (64, 128)  # of keys and values
+STATE_DTYPES = ("float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdvanceTiles:
+    """How the advance is cut up.
+
+    Attributes:
+        value_rows: rows of a transposed state `[dv, dk]` that one program owns, a multiple of 16. Fewer rows need fewer
+            registers, so more programs share a multiprocessor and more bytes are on their way; more rows share the
+            work on keys and queries.
+    """
+
+    value_rows: int
+
+
+def advance_tiles(state_dtype: jnp.dtype) -> AdvanceTiles:
+    """Choose tiles: 16 KiB of state for a program, 6 of which fit a multiprocessor of a Hopper GPU."""
+    return AdvanceTiles(value_rows=32 if jnp.dtype(state_dtype).itemsize == 4 else 64)
+
+
+def check_advance(num_key: int, num_value: int, key_dim: int, value_dim: int, state_dtype: jnp.dtype) -> None:
+    """Raise UnsupportedKernelError unless the Mosaic advance can run these sizes."""
+    remedy = "ask for kernels='jax', which runs any size"
+    if key_dim not in WIDTHS or value_dim not in WIDTHS:
+        raise UnsupportedKernelError(
+            f"widths of keys and values must be 64 or 128 for Mosaic kernels; got {key_dim} and {value_dim}; {remedy}"
+        )
+    if num_value % num_key:
+        raise UnsupportedKernelError(
+            f"the number of value heads must be a multiple of that of key heads; got {num_value} and {num_key}"
+        )
+    name = jnp.dtype(state_dtype).name
+    if name not in STATE_DTYPES:
+        raise UnsupportedKernelError(
+            f"states must be one of {', '.join(STATE_DTYPES)} for Mosaic kernels; got {name}; {remedy}"
+        )
