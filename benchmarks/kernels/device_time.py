@@ -1,0 +1,68 @@
+"""Time on a device: of calls inside one jitted loop, of a copy, and of a kernel that does nothing.
+
+A call is timed as part of a loop that one jit compiles, so that launching from the host costs it nothing; the loop's
+body holds several calls, on different data, so that a cache does not serve what memory should. The bandwidth that
+shares are of is that of a copy in the same run, counting bytes read and bytes written.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+_LEAST_SECONDS = 0.05  # of one timed run: what a dispatch from the host costs is then a thousandth
+_COPIED_BYTES = 2 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """Seconds of one call: median, 10th and 90th percentile over the timed runs."""
+
+    median: float
+    p10: float
+    p90: float
+
+
+def time_calls[Carry](calls: Sequence[Callable[[Carry], Carry]], carry: Carry, *, repeats: int = 7) -> Times:
+    """Time `calls`, one after the other and over again; each takes what the one before returned.
+
+    Args:
+        calls: what the loop's body holds; the time is the mean over them.
+        carry: what the first call takes; donated.
+        repeats: timed runs.
+    """
+
+    def body(_: Any, carry: Carry) -> Carry:
+        for call in calls:
+            carry = call(carry)
+        return carry
+
+    def run(rounds: int, carry: Carry) -> tuple[float, Carry]:
+        start = time.perf_counter()
+        carry = jax.block_until_ready(loop(carry, rounds))
+        return time.perf_counter() - start, carry
+
+    # The number of rounds is static: with one that the device decides on, the host asks for it in every round.
+    loop = jax.jit(lambda carry, rounds: lax.fori_loop(0, rounds, body, carry), static_argnums=1, donate_argnums=0)
+    carry = run(2, carry)[1]  # compiles
+    seconds, carry = run(2, carry)
+    rounds = max(2, int(2 * _LEAST_SECONDS / seconds))
+    carry = run(rounds, carry)[1]
+    timed = []
+    for _ in range(repeats):
+        seconds, carry = run(rounds, carry)
+        timed.append(seconds / rounds / len(calls))
+    deciles = statistics.quantiles(timed, n=10, method="inclusive")
+    return Times(median=statistics.median(timed), p10=deciles[0], p90=deciles[-1])
+
+
+def copy_bandwidth(num_bytes: int = _COPIED_BYTES) -> float:
+    """Return bytes per second, read and written, of passing over an array that no cache holds."""
+    array = jnp.zeros((num_bytes // 4,), jnp.float32)
+    times = time_calls([lambda x: x + 1.0], array)
+    return 2 * num_bytes / times.median
