@@ -2,7 +2,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test test-newest test-gpu bench clean
+.PHONY: help setup demo check test test-newest test-compile test-gpu bench clean
 
 # .venv holds the oldest supported JAX, .venv-newest the newest.
 JAX_OLDEST := jax==0.11.2
@@ -51,6 +51,10 @@ test-newest:  ## kernels, golden values and one engine on the newest JAX
 	@scripts/setup.sh .venv-newest dev "$(JAX_NEWEST)"
 	.venv-newest/bin/python $(PYTEST) $(ON_NEWEST)
 
+test-compile:  ## Pallas kernels compiled for an H200, without one: registers, spills, copies of a pool
+	@scripts/setup.sh .venv-compile dev,compile "$(JAX_OLDEST)"
+	.venv-compile/bin/python -m pytest -q -m compile tests/compile
+
 test-gpu:  ## kernel and model tests, those marked gpu too, on an NVIDIA GPU
 	@nvidia-smi >/dev/null 2>&1 || { echo "make test-gpu needs an NVIDIA GPU: nvidia-smi does not run here" >&2; exit 1; }
 	@scripts/setup.sh .venv-gpu dev,gpu "$(JAX_OLDEST)"
@@ -61,4 +65,4 @@ bench: setup  ## run the benchmarks that need no GPU
 	@set -e; for module in $(subst /,.,$(basename $(BENCHMARKS))); do echo "== $$module"; $(PYTHON_IN_VENV) -m "$$module"; done
 
 clean:  ## remove the environments and everything built
-	rm -rf .venv .venv-newest .venv-gpu build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .cache
+	rm -rf .venv .venv-newest .venv-compile .venv-gpu build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .cache

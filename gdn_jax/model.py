@@ -165,7 +165,7 @@ def load_model(
         raise ConfigError(f"load_format must be one of {', '.join(_LOAD_FORMATS)}; got {load_format!r}")
     if load_format != "dummy" and config.num_mtp_layers and not has_mtp(folder):
         config = dataclasses.replace(config, num_mtp_layers=0)
-    choice = choose_kernels(kernels, jax.devices()[0])
+    choice = choose_kernels(kernels)
     _LOG.info("kernels: %s (%s)", choice.implementation, choice.reason)
     model = abstract_model(config, dtype=resolve_dtype(dtype, config), implementation=choice.implementation)
     if load_format == "dummy":

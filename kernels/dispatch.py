@@ -29,24 +29,28 @@ class KernelChoice:
     reason: str
 
 
-def choose_kernels(requested: str, device: jax.Device) -> KernelChoice:  # pyright: ignore[reportInvalidTypeForm] - jax binds the name at run time
-    """Choose the implementation for a device.
+def choose_kernels(requested: str) -> KernelChoice:
+    """Choose the implementation for the device that runs: the first one.
 
     Args:
         requested: one of `KERNEL_CHOICES`.
-        device: the one that will run.
 
     Raises:
         UnsupportedKernelError: `requested` is not a known choice, or the device cannot run it.
     """
+    device = jax.devices()[0]
+    return choose_kernels_for(requested, device.device_kind, getattr(device, "compute_capability", "none"))
+
+
+def choose_kernels_for(requested: str, device_kind: str, compute_capability: str) -> KernelChoice:
+    """Choose as `choose_kernels` does, for a device by its kind; only NVIDIA GPUs have a compute capability."""
     if requested == "auto":
-        return KernelChoice(implementation=Implementation.JAX, reason=f"plain JAX runs on {device.device_kind}")
+        return KernelChoice(implementation=Implementation.JAX, reason=f"plain JAX runs on {device_kind}")
     if requested not in KERNEL_CHOICES:
         raise UnsupportedKernelError(f"kernels must be one of {', '.join(KERNEL_CHOICES)}; got {requested!r}")
-    capability = getattr(device, "compute_capability", "none")  # of NVIDIA GPUs alone
-    if requested == Implementation.MOSAIC and capability != _HOPPER:
+    if requested == Implementation.MOSAIC and compute_capability != _HOPPER:
         raise UnsupportedKernelError(
-            f"kernels='mosaic' needs a GPU of compute capability {_HOPPER} (Hopper); {device.device_kind} has "
-            f"{capability}; ask for kernels='auto'"
+            f"kernels='mosaic' needs a GPU of compute capability {_HOPPER} (Hopper); {device_kind} has "
+            f"{compute_capability}; ask for kernels='auto'"
         )
     return KernelChoice(implementation=Implementation(requested), reason="asked for by name")

@@ -85,7 +85,7 @@ def build_engine(config: EngineConfig, *, show_progress: bool = True) -> EngineP
     )
     chat_template = ChatTemplate.from_folder(text_folder)
     device = jax.devices()[0]
-    kernels = choose_kernels(config.kernels, device)
+    kernels = choose_kernels(config.kernels)
     dtype = str(resolve_dtype(config.dtype, model_config))
     memory = plan_memory(model_config, memory_request(config, model_config, device))
     _say(config, published, kernels, memory, tokenizer.generation_defaults)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from mosaic_interpreter import interpreted, races_found
+from mosaic_interpreter import interpret
 from oracles import kernel_float64 as oracle
 
 from gdn_jax.kernels.anchors import AdvanceRows
@@ -53,12 +53,8 @@ def prefill(args: PrefillArguments, implementation: Implementation) -> tuple[np.
 def advance(args: AdvanceArguments, implementation: Implementation) -> tuple[np.ndarray, np.ndarray]:
     """Run an advance; returns outputs and pool. Mosaic kernels are interpreted, and must be free of races."""
     run = partial(gdn_advance, args.q, args.new, args.replay, args.rows, args.pool, implementation=implementation)
-    if implementation != Implementation.MOSAIC:
-        return tuple(np.asarray(array) for array in run())
-    with interpreted():
-        out = tuple(np.asarray(array) for array in run())
-        assert not races_found()
-    return out
+    out = interpret(run) if implementation == Implementation.MOSAIC else run()
+    return np.asarray(out[0]), np.asarray(out[1])
 
 
 def assert_close(got: np.ndarray, want: np.ndarray, tolerance: float) -> None:
@@ -215,10 +211,8 @@ class TestMosaicAdvance:
     def test_tiles_change_no_more_than_the_order_of_sums(self, value_rows: int) -> None:
         args = make_advance(CASES["test/advance/heads/2x4/128x64"])
         outputs, stored = oracle.delta_advance(args.q, args.new, args.replay, args.rows, args.pool)
-        with interpreted():
-            tiles = AdvanceTiles(value_rows=value_rows)
-            tiled, pool = mosaic_advance(args.q, args.new, args.replay, args.rows, args.pool, tiles=tiles)
-            assert not races_found()
+        tiles = AdvanceTiles(value_rows=value_rows)
+        tiled, pool = interpret(partial(mosaic_advance, *vars(args).values(), tiles=tiles))
         assert_close(np.asarray(tiled), outputs, FLOAT32)
         assert_stored(np.asarray(pool), args.pool, stored, FLOAT32)
 
@@ -227,9 +221,8 @@ class TestMosaicAdvance:
         args = make_advance(replace(CASES["test/advance/verify"], heads=CASES["test/advance/heads/1x1/64x128"].heads))
         slots = getattr(args.rows, second).at[1].set(getattr(args.rows, first)[0])
         args = replace(args, rows=replace(args.rows, **{second: slots}))
-        with interpreted():
-            jax.block_until_ready(gdn_advance(*vars(args).values(), implementation=Implementation.MOSAIC))
-            assert races_found()
+        with pytest.raises(Exception, match="RACE DETECTED"):
+            advance(args, Implementation.MOSAIC)
 
     @pytest.mark.parametrize(
         ("heads", "state_dtype", "rule"),
