@@ -17,20 +17,13 @@ from gdn_jax.config import ModelConfig
 from gdn_jax.gated_delta_net import GatedDeltaNet
 from gdn_jax.kernels.anchors import carry_last_advance, carry_last_prefill
 from gdn_jax.kernels.dispatch import Implementation
+from gdn_jax.kernels.lanes import gather_lanes, scatter_lanes
 from gdn_jax.kernels.numerics import einsum
 from gdn_jax.linear import Embedding, Linear
 from gdn_jax.mlp import DenseMLP
 from gdn_jax.moe import MoE
 from gdn_jax.norm import RMSNorm
-from gdn_jax.state import (
-    AdvanceBatch,
-    KVPages,
-    ModelState,
-    PrefillBatch,
-    RecurrentState,
-    gather_lanes,
-    scatter_lanes,
-)
+from gdn_jax.state import AdvanceBatch, KVPages, ModelState, PrefillBatch, RecurrentState
 
 LayerState = RecurrentState | KVPages  # a layer returns the kind it was given
 

@@ -12,13 +12,14 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from gdn_jax.config import ModelConfig
-from gdn_jax.kernels.causal_conv1d import causal_conv1d_advance, causal_conv1d_forward, causal_conv1d_prefill
+from gdn_jax.kernels.causal_conv1d import causal_conv1d_forward, causal_conv1d_prefill
 from gdn_jax.kernels.dispatch import Implementation
 from gdn_jax.kernels.documents import same_document
-from gdn_jax.kernels.gated_delta import DeltaInputs, delta_inputs, gdn_advance, gdn_forward, gdn_prefill
+from gdn_jax.kernels.gated_delta import DeltaInputs, delta_inputs, gdn_forward, gdn_prefill
 from gdn_jax.kernels.gated_rms_norm import gated_rms_norm
+from gdn_jax.kernels.gdn_mixer import MixerTokens, MixerWeights, RecurrentState, gdn_mixer_advance
 from gdn_jax.linear import Linear
-from gdn_jax.state import AdvanceBatch, PrefillBatch, RecurrentState, ReplayWindow, gather_lanes, scatter_lanes
+from gdn_jax.state import AdvanceBatch, PrefillBatch
 
 
 class GatedDeltaNet(nnx.Module):
@@ -75,17 +76,17 @@ class GatedDeltaNet(nnx.Module):
         self, x: Float[Array, "rows T H"], state: RecurrentState, batch: AdvanceBatch
     ) -> tuple[Float[Array, "rows T H"], RecurrentState]:
         """Fold each lane's replay window into its slot, run the new tokens, and keep them as the next replay window."""
-        replay: ReplayWindow = gather_lanes(state.replay, batch.lane)
-        raw = self.in_proj_qkv(x)
-        mixed, conv = causal_conv1d_advance(
-            raw, replay.conv, self.conv_weight[...], batch.rows, state.conv, implementation=self.implementation
+        tokens = MixerTokens(raw=self.in_proj_qkv(x), a=self.in_proj_a(x), b=self.in_proj_b(x), z=self._gate(x))
+        weights = MixerWeights(
+            conv=self.conv_weight[...],
+            a_log=self.a_log[...],
+            dt_bias=self.dt_bias[...],
+            norm=self.norm_weight[...],
         )
-        q, inputs = self._delta_inputs(mixed, x)
-        out, recurrent = gdn_advance(
-            q, inputs, replay.delta, batch.rows, state.recurrent, implementation=self.implementation
+        mixed, state = gdn_mixer_advance(
+            tokens, weights, batch.rows, batch.lane, state, eps=self.eps, implementation=self.implementation
         )
-        kept = scatter_lanes(state.replay, batch.lane, ReplayWindow(conv=raw, delta=inputs))
-        return self._output(out, x), RecurrentState(recurrent=recurrent, conv=conv, replay=kept)
+        return self.out_proj(mixed.reshape(*x.shape[:-1], -1)), state
 
     def forward(self, x: Float[Array, "rows T H"], document: Int[Array, "rows T"]) -> Float[Array, "rows T H"]:
         """Run rows of whole documents without slots: what training differentiates."""
@@ -110,6 +111,8 @@ class GatedDeltaNet(nnx.Module):
         )
 
     def _output(self, out: Float[Array, "*tokens Nv dv"], x: Float[Array, "*tokens H"]) -> Float[Array, "*tokens H"]:
-        z = self.in_proj_z(x).reshape(out.shape)
-        normed = gated_rms_norm(out, z, self.norm_weight[...], eps=self.eps)
+        normed = gated_rms_norm(out, self._gate(x), self.norm_weight[...], eps=self.eps)
         return self.out_proj(normed.reshape(*x.shape[:-1], -1))
+
+    def _gate(self, x: Float[Array, "*tokens H"]) -> Float[Array, "*tokens Nv dv"]:
+        return self.in_proj_z(x).reshape(*x.shape[:-1], self.num_value_heads, -1)

@@ -2,7 +2,7 @@
 
 A state slot is one index into `recurrent` and `conv` of every GDN layer and into `hidden`; a page is one index into
 `k` and `v` of every full-attention layer. Replay windows and nothing else are indexed by lane. Owners of the indices
-live in `serving`; here are only arrays.
+live in `serving`; here are only arrays. What one GDN layer remembers is `kernels/gdn_mixer/state.py`.
 """
 
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 from gdn_jax.config import ModelConfig
 from gdn_jax.kernels.anchors import AdvanceRows, AnyArray, PrefillRows
 from gdn_jax.kernels.gated_delta import DeltaInputs
+from gdn_jax.kernels.gdn_mixer import RecurrentState, ReplayWindow
 from gdn_jax.kernels.numerics import CHUNK
 
 
@@ -24,25 +25,6 @@ class KVPages:
 
     k: Float[Array, "pages block Hkv D"]
     v: Float[Array, "pages block Hkv D"]
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True)
-class ReplayWindow:
-    """Inputs of the tokens that a lane ran since `folded`, of one GDN layer, rounded exactly as first used."""
-
-    conv: Float[Array, "lanes R C"]
-    delta: DeltaInputs  # each field [lanes, R, ...]
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True)
-class RecurrentState:
-    """State slots of one GDN layer, with the replay windows that go with them."""
-
-    recurrent: Float[Array, "slots Nv dv dk"]
-    conv: Float[Array, "slots K1 C"]
-    replay: ReplayWindow
 
 
 @jax.tree_util.register_dataclass
@@ -136,20 +118,3 @@ def make_state(
         replay_hidden=jnp.zeros((num_lanes, window, config.hidden_size), dtype),
         mtp=pages() if config.num_mtp_layers else None,
     )
-
-
-def gather_lanes[Tree](windows: Tree, lane: Int[Array, "rows"]) -> Tree:
-    """Return each row's lane of every array of a pytree `[lanes, ...]`; a lane past the end reads the last one."""
-    return jax.tree.map(lambda array: array[jnp.minimum(lane, array.shape[0] - 1)], windows)
-
-
-def scatter_lanes[Tree](windows: Tree, lane: Int[Array, "rows"], values: Tree) -> Tree:
-    """Return the pytree with the first tokens of each row's lane replaced; lanes past the end are dropped.
-
-    A row narrower than the lanes' windows leaves the rest of the window as it was: nothing replays past `num_replay`.
-    """
-
-    def put(array: Array, value: Array) -> Array:
-        return array.at[lane, : value.shape[1]].set(value.astype(array.dtype), mode="drop")
-
-    return jax.tree.map(put, windows, values)

@@ -57,6 +57,30 @@ class RowsOverLanes:
         return self.matrix.reduce(0)
 
 
+@dataclass(frozen=True)
+class HeadsOverWarps:
+    """Vectors of some heads in registers, a warp for each: every lane has a 32nd of the vector, side by side.
+
+    Attributes:
+        num_heads: 4, or 1, which all warps then hold alike.
+        width: of a head, 64 or 128.
+    """
+
+    num_heads: int
+    width: int
+
+    @property
+    def matrix(self) -> Any:
+        """The layout of the vectors `[num_heads, width]`."""
+        warps = -3 if self.num_heads == 4 else plgpu.Replicated(4)
+        tiling = plgpu.Tiling(((self.num_heads, self.width), (self.width // 32,)))
+        return plgpu.Layout.TILED(tiling, warp_dims=(warps,), lane_dims=(-2,), vector_dim=-1)
+
+    def load(self, ref: Any) -> Float[Array, "num_heads width"]:
+        """Load vectors from global memory, in float32."""
+        return plgpu.load(ref, layout=self.matrix, optimized=False).astype(jnp.float32)
+
+
 def over_rows(row: Float[Array, "columns"], shape: tuple[int, ...]) -> Float[Array, "num_rows columns"]:
     """Repeat one row in every row; Mosaic has no implicit broadcast."""
     return lax.broadcast_in_dim(row, shape, (1,))

@@ -22,6 +22,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from gdn_jax.kernels.anchors import NULL_SLOT, AnyArray, load_slots
+from gdn_jax.kernels.lanes import gather_lanes, scatter_lanes
 from gdn_jax.model import LanguageModel
 from gdn_jax.serving.runner.accept import count_standing
 from gdn_jax.serving.runner.adjust import LaneHistory, adjust_logits, extend_history
@@ -36,7 +37,7 @@ from gdn_jax.serving.runner.sampling import (
     sample_tokens,
     token_logprobs,
 )
-from gdn_jax.state import AdvanceBatch, ModelState, PrefillBatch, RecurrentState, gather_lanes, scatter_lanes
+from gdn_jax.state import AdvanceBatch, ModelState, PrefillBatch, RecurrentState
 
 Params = tuple[Array, ...]  # leaves alone: a call takes a tree of modules apart leaf by leaf, in milliseconds
 

@@ -1,0 +1,53 @@
+"""A GDN layer between its projections, in decode and verify: convolution, gates, delta rule, gated norm, and state.
+
+    u = conv(raw);  [q | k | v] = silu(u);  g = -exp(A_log) softplus(a + dt_bias);  beta = sigmoid(b)
+    o = delta_rule(l2norm(q) dk^-0.5, l2norm(k), v, g, beta);  y = gated_norm(o, z)
+
+It is one operation so that it may be few launches: `plain.py` calls the single operations one after the other,
+`mosaic_advance.py` does all that comes before the delta rule in one kernel for Hopper GPUs.
+"""
+
+from functools import partial
+from importlib import import_module
+
+from jaxtyping import Array, Float, Int
+
+from gdn_jax.kernels.anchors import AdvanceRows
+from gdn_jax.kernels.dispatch import Implementation
+from gdn_jax.kernels.gdn_mixer import plain
+from gdn_jax.kernels.gdn_mixer.inputs import MixerTokens, MixerWeights
+from gdn_jax.kernels.gdn_mixer.state import RecurrentState, ReplayWindow
+
+__all__ = ["MixerTokens", "MixerWeights", "RecurrentState", "ReplayWindow", "gdn_mixer_advance"]
+
+
+def gdn_mixer_advance(
+    tokens: MixerTokens,
+    weights: MixerWeights,
+    rows: AdvanceRows,
+    lane: Int[Array, "rows"],
+    state: RecurrentState,
+    *,
+    eps: float,
+    implementation: Implementation = Implementation.JAX,
+) -> tuple[Float[Array, "rows T Nv dv"], RecurrentState]:
+    """Fold each lane's replay window into its slot, run the new tokens, and keep them as the next replay window.
+
+    Args:
+        tokens: projections of the new tokens; those past a row's `num_new` are ignored, whatever they hold.
+        weights: the layer's small parameters.
+        rows: the anchors and counts.
+        lane: of each row; one past the last lane for a padding row, whose window is not kept.
+        state: slots and replay windows of the layer.
+        eps: of the gated norm.
+        implementation: which version computes it.
+
+    Returns:
+        Outputs in the dtype of the tokens; the state.
+    """
+    if implementation == Implementation.MOSAIC:
+        # By name, and not at the top of the file: it brings Pallas, a second that only such a GPU need spend.
+        run = import_module("gdn_jax.kernels.gdn_mixer.mosaic_advance").gdn_mixer_advance
+    else:
+        run = partial(plain.gdn_mixer_advance, implementation=implementation)
+    return run(tokens, weights, rows, lane, state, eps=eps)

@@ -1,0 +1,42 @@
+"""What the mixer eats: projections of tokens, and the layer's small parameters."""
+
+from dataclasses import dataclass
+
+import jax
+from jaxtyping import Array, Float
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class MixerTokens:
+    """Projections of the new tokens of some rows.
+
+    Attributes:
+        raw: of q, k and v, before the convolution.
+        a: of the decay.
+        b: of the write strength.
+        z: of the output gate.
+    """
+
+    raw: Float[Array, "rows T C"]
+    a: Float[Array, "rows T Nv"]
+    b: Float[Array, "rows T Nv"]
+    z: Float[Array, "rows T Nv dv"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class MixerWeights:
+    """Parameters of one layer beside its projections.
+
+    Attributes:
+        conv: taps; the last one multiplies the current token.
+        a_log: logarithm of the decay rate, float32.
+        dt_bias: added to a, float32.
+        norm: of the gated norm, float32.
+    """
+
+    conv: Float[Array, "C K"]
+    a_log: Float[Array, "Nv"]
+    dt_bias: Float[Array, "Nv"]
+    norm: Float[Array, "dv"]

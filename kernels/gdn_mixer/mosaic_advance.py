@@ -1,0 +1,222 @@
+"""The mixer for Hopper GPUs: one kernel for all that comes before the delta rule, the delta rule's own, and the norm.
+
+`advance_inputs` moves convolution windows along the anchors, convolves, normalises, forms the gates of the new tokens,
+hands out what each row replays, and keeps the new tokens as the next replay window. One program owns a few heads of q,
+of k or of v for one row of the batch, from slots and windows to outputs, so that nobody else reads what it overwrites.
+All it loads is asked for before any of it is used.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from gdn_jax.kernels.anchors import NULL_SLOT, AdvanceRows
+from gdn_jax.kernels.dispatch import UnsupportedKernelError
+from gdn_jax.kernels.gated_delta import DeltaInputs
+from gdn_jax.kernels.gated_delta.inputs import L2_EPS
+from gdn_jax.kernels.gated_delta.mosaic_advance import gdn_advance
+from gdn_jax.kernels.gated_delta.tiles import check_advance
+from gdn_jax.kernels.gated_rms_norm import gated_rms_norm
+from gdn_jax.kernels.gdn_mixer.inputs import MixerTokens, MixerWeights
+from gdn_jax.kernels.gdn_mixer.state import RecurrentState, ReplayWindow
+from gdn_jax.kernels.mosaic import HeadsOverWarps, everywhere, over_columns
+
+
+def gdn_mixer_advance(
+    tokens: MixerTokens,
+    weights: MixerWeights,
+    rows: AdvanceRows,
+    lane: Int[Array, "rows"],
+    state: RecurrentState,
+    *,
+    eps: float,
+) -> tuple[Float[Array, "rows T Nv dv"], RecurrentState]:
+    """Fold replay windows and run new tokens; as `gdn_mixer.gdn_mixer_advance`, which says what the arguments mean.
+
+    Raises:
+        UnsupportedKernelError: keys and values differ in width, or are of a width that `check_advance` refuses.
+    """
+    num_key, key_dim = state.replay.delta.k.shape[2:]
+    num_value, value_dim = state.recurrent.shape[1:3]
+    check_advance(num_key, num_value, key_dim, value_dim, state.recurrent.dtype)
+    if key_dim != value_dim:
+        raise UnsupportedKernelError(
+            f"keys and values must be of one width for the Mosaic mixer; got {key_dim} and {value_dim}; "
+            "ask for kernels='jax'"
+        )
+    q, new, replay, conv, kept = advance_inputs(tokens, weights, rows, lane, state)
+    out, recurrent = gdn_advance(q, new, replay, rows, state.recurrent)
+    mixed = gated_rms_norm(out, tokens.z, weights.norm, eps=eps)
+    return mixed, RecurrentState(recurrent=recurrent, conv=conv, replay=kept)
+
+
+def advance_inputs(
+    tokens: MixerTokens, weights: MixerWeights, rows: AdvanceRows, lane: Int[Array, "rows"], state: RecurrentState
+) -> tuple[Float[Array, "rows T Nk dk"], DeltaInputs, DeltaInputs, Float[Array, "slots K1 C"], ReplayWindow]:
+    """Make the arguments of `gdn_advance`, and move windows on.
+
+    Past a row's counts, and for a row whose lane is past the last one, outputs hold anything.
+
+    Returns:
+        Queries and inputs of the new tokens; inputs of the replay windows; convolution windows of the slots; the
+        replay windows of the lanes.
+    """
+    num_rows, num_new, num_value = tokens.a.shape
+    num_replay, num_key, width = state.replay.delta.k.shape[1:]
+    heads = 2 * num_key + num_value
+    at_once = 4 if num_key % 4 == 0 and num_value % 4 == 0 else 1
+
+    def by_head(array: Float[Array, "*lead C"]) -> Float[Array, "*lead heads width"]:
+        return array.reshape(*array.shape[:-1], heads, width)
+
+    def inputs_of(window: int) -> dict[str, jax.ShapeDtypeStruct]:
+        lead, dtype = (num_rows, window), tokens.raw.dtype
+        gate = jax.ShapeDtypeStruct((*lead, num_value), jnp.float32)
+        keys, values = (jax.ShapeDtypeStruct((*lead, count, width), dtype) for count in (num_key, num_value))
+        return {"k": keys, "v": values, "g": gate, "beta": gate}
+
+    kept = {"slots": by_head(state.conv), "raw": by_head(state.replay.conv), **vars(state.replay.delta)}
+    refs = {name: jax.new_ref(array) for name, array in kept.items()}
+    q, new, replay = plgpu.kernel(
+        _make_body(HeadsOverWarps(at_once, width), num_key // at_once),
+        kernel_name="gdn_advance_inputs",
+        out_type=(inputs_of(num_new)["k"], inputs_of(num_new), inputs_of(num_replay)),
+        grid=(num_rows, heads // at_once),
+        grid_names=("row", "part"),
+    )(
+        {"raw": by_head(tokens.raw), "a": tokens.a, "b": tokens.b},
+        {"taps": by_head(weights.conv.T), "a_log": weights.a_log, "dt_bias": weights.dt_bias},
+        vars(rows),
+        lane,
+        refs,
+    )
+    kept = {name: jax.freeze(ref) for name, ref in refs.items()}
+    slots, raw = kept.pop("slots").reshape(state.conv.shape), kept.pop("raw").reshape(state.replay.conv.shape)
+    return q, DeltaInputs(**new), DeltaInputs(**replay), slots, ReplayWindow(conv=raw, delta=DeltaInputs(**kept))
+
+
+def _make_body(layout: HeadsOverWarps, key_parts: int) -> Callable[..., None]:
+    """Return the program for parts of `layout.num_heads` heads, of which q and k have `key_parts` each."""
+    at_once, shape = layout.num_heads, (layout.num_heads, layout.width)
+
+    def gdn_advance_inputs_body(
+        tokens: dict[str, Any],
+        weights: dict[str, Any],
+        rows: dict[str, Any],
+        lanes: Any,
+        kept: dict[str, Any],
+        q: Any,
+        new: dict[str, Any],
+        replay: dict[str, Any],
+    ) -> None:
+        row, part = lax.axis_index("row"), lax.axis_index("part")
+        num_new, num_replay, num_taps = q.shape[1], replay["k"].shape[1], weights["taps"].shape[0]
+        heads, lane = pl.ds(part * at_once, at_once), lanes[row]
+        read_slot, write_slot, save_slot = rows["read_slot"][row], rows["write_slot"][row], rows["save_slot"][row]
+        folded, save_after = rows["num_replay"][row], rows["save_at"][row] - rows["folded"][row]
+
+        def history(index: Array) -> Array:
+            """Return the raw input `index` places after the first one of the slot's window."""
+            in_slot = layout.load(kept["slots"].at[read_slot, jnp.minimum(index, num_taps - 2), heads])
+            in_slot = jnp.where(everywhere(read_slot == NULL_SLOT, shape), jnp.zeros_like(in_slot), in_slot)
+            in_lane = jnp.clip(index - (num_taps - 1), 0, num_replay - 1)
+            replayed = layout.load(kept["raw"].at[lane, in_lane, heads])
+            return jnp.where(everywhere(index < num_taps - 1, shape), in_slot, replayed)
+
+        def move_window(slot: Array, window: list[Array]) -> None:
+            for place, entry in enumerate(window):
+                kept["slots"][slot, place, heads] = entry.astype(kept["slots"].dtype)
+
+        def hand_over(name: str, first_head: Array, values: list[Array]) -> None:
+            """Hand out what a row replays of k or v, then keep the new tokens in its place."""
+            owned = pl.ds(first_head, at_once)
+            replayed = [layout.load(kept[name].at[lane, j, owned]) for j in range(num_replay)]
+            for j, old in enumerate(replayed):
+                replay[name][row, j, owned] = old.astype(replay[name].dtype)
+            for t, value in enumerate(values):
+                new[name][row, t, owned] = value.astype(new[name].dtype)
+                kept[name][lane, t, owned] = value.astype(kept[name].dtype)
+
+        def hand_over_gates(head: Array) -> None:
+            replayed = [(kept["g"][lane, j, head], kept["beta"][lane, j, head]) for j in range(num_replay)]
+            a_log, dt_bias = weights["a_log"][head], weights["dt_bias"][head]
+            rate = -jnp.exp(a_log)
+            for j, gates in enumerate(replayed):
+                replay["g"][row, j, head], replay["beta"][row, j, head] = gates
+            for t in range(num_new):
+                a, b = (tokens[name][row, t, head].astype(jnp.float32) for name in ("a", "b"))
+                g, beta = rate * _softplus(a + dt_bias), _sigmoid(b)
+                new["g"][row, t, head], new["beta"][row, t, head] = g, beta
+                kept["g"][lane, t, head], kept["beta"][lane, t, head] = g, beta
+
+        def run() -> None:
+            taps = [layout.load(weights["taps"].at[j, heads]) for j in range(num_taps)]
+            raw = [layout.load(tokens["raw"].at[row, t, heads]) for t in range(num_new)]
+            window = [history(folded + place) for place in range(num_taps - 1)]
+            saved = [history(jnp.clip(save_after, 0, num_replay) + place) for place in range(num_taps - 1)]
+            is_saved = (save_slot != NULL_SLOT) & (save_after > 0) & (save_after <= folded)
+            pl.when(is_saved)(lambda: move_window(save_slot, saved))
+            pl.when(write_slot != NULL_SLOT)(lambda: move_window(write_slot, window))
+            for t, entry in enumerate(raw):
+                kept["raw"][lane, t, heads] = entry.astype(kept["raw"].dtype)
+
+            inputs = [*window, *raw]
+            mixed = [_convolve(inputs[t : t + num_taps], taps).astype(q.dtype) for t in range(num_new)]
+
+            @pl.when(part < key_parts)
+            def _() -> None:
+                for t, query in enumerate(mixed):
+                    q[row, t, heads] = _normalized(query, layout.width**-0.5).astype(q.dtype)
+
+            @pl.when((part >= key_parts) & (part < 2 * key_parts))
+            def _() -> None:
+                hand_over("k", (part - key_parts) * at_once, [_normalized(key, 1.0) for key in mixed])
+
+            @pl.when(part >= 2 * key_parts)
+            def _() -> None:
+                first_head = (part - 2 * key_parts) * at_once
+                hand_over("v", first_head, mixed)
+                for head in range(at_once):
+                    hand_over_gates(first_head + head)
+
+        pl.when(lane < kept["raw"].shape[0])(run)
+
+    return gdn_advance_inputs_body
+
+
+def _convolve(entries: list[Array], taps: list[Array]) -> Float[Array, "heads width"]:
+    """Return silu(sum_j w_j u_j), summed from the oldest entry on."""
+    total = jnp.zeros_like(entries[0])
+    for entry, tap in zip(entries, taps, strict=True):
+        total = total + tap * entry
+    return total * _sigmoid(total)
+
+
+def _normalized(x: Float[Array, "heads width"], scale: float) -> Float[Array, "heads width"]:
+    """Return x / sqrt(sum(x^2) + 1e-6) * scale in float32."""
+    x = x.astype(jnp.float32)
+    return x * over_columns(lax.rsqrt(jnp.sum(x * x, axis=1) + L2_EPS), x.shape) * scale
+
+
+def _sigmoid(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    return 1.0 / (1.0 + jnp.exp(-x))
+
+
+def _softplus(x: Float[Array, ""]) -> Float[Array, ""]:
+    """Return log(1 + exp(x)) = max(x, 0) + log1p(exp(-|x|)), right to the last bits for any x.
+
+    Mosaic has no log1p, and log(1 + s) loses a small s. Here log1p(s) = 2 artanh(z) with z = s / (2 + s), at most 1/3,
+    so that eight terms of the series leave 2e-9 of it.
+    """
+    small = jnp.exp(-jnp.abs(x))
+    z = small / (2.0 + small)
+    series = jnp.zeros_like(z)
+    for odd in range(15, 0, -2):
+        series = series * (z * z) + 1.0 / odd
+    return jnp.maximum(x, 0.0) + 2.0 * z * series
