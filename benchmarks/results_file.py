@@ -1,19 +1,15 @@
 """Results of a benchmark suite as one JSON file: the numbers, and what is needed to judge and repeat them."""
 
 import json
-import platform
 import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import jax
-
-_PACKAGES = ("gdn-jax", "jax", "jaxlib", "flax", "numpy")
+from gdn_jax.serving.bench.report import device_name, package_versions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,23 +40,12 @@ def write_results(path: Path, suite: str, rows: Sequence[ResultRow]) -> None:
         "device": device_name(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
-        "versions": {"python": platform.python_version(), **_versions()},
+        "versions": package_versions(),
         "command": shlex.join(["python", "-m", _module_name(), *sys.argv[1:]]),
         "rows": [asdict(row) for row in rows],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=1) + "\n")
-
-
-def device_name() -> str:
-    """Return the accelerator's kind and count, or the processor's model name and number of cores."""
-    device = jax.devices()[0]
-    if device.platform != "cpu":
-        return f"{jax.device_count()} x {device.device_kind}"
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return f"{len(models)} x {models[0]}" if models else platform.processor() or platform.machine()
 
 
 def _commit() -> str:
@@ -76,16 +61,6 @@ def _commit() -> str:
         return git("rev-parse", "HEAD") + ("-dirty" if is_dirty else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def _module_name() -> str:

@@ -1,8 +1,9 @@
-"""The command line: `gdn-jax generate`, `serve`, `info` and `train`. The one place that sets up logging and prints."""
+"""The command line: `gdn-jax generate`, `serve`, `info`, `bench` and `train`; alone sets up logging and prints."""
 
 import json
 import logging
 import os
+import shlex
 import sys
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, field, fields, replace
@@ -11,11 +12,14 @@ from types import ModuleType
 from typing import Annotated, TextIO
 
 import tyro
-from tyro.conf import OmitArgPrefixes, UseAppendAction, subcommand
+from tyro.conf import OmitArgPrefixes, OmitSubcommandPrefixes, UseAppendAction, subcommand
 
 from gdn_jax.errors import ModelError
 from gdn_jax.kernels.dispatch import UnsupportedKernelError
 from gdn_jax.serving.async_llm import AsyncLLM
+from gdn_jax.serving.bench.latency import Latency, measure_latency
+from gdn_jax.serving.bench.report import write_json
+from gdn_jax.serving.bench.throughput import Throughput, measure_throughput
 from gdn_jax.serving.config import EngineConfig, SettingError
 from gdn_jax.serving.core.errors import EngineError, InvalidPromptError, RequestError, StartupError
 from gdn_jax.serving.engine_types import EngineStats
@@ -145,10 +149,24 @@ class Train:
     verbose: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """Measure the engine in this process, with the flags and results of `vllm bench`.
+
+    Attributes:
+        measure: what.
+    """
+
+    measure: OmitSubcommandPrefixes[
+        OmitArgPrefixes[Annotated[Latency, subcommand("latency")] | Annotated[Throughput, subcommand("throughput")]]
+    ]
+
+
 _Command = (
     Annotated[Generate, subcommand("generate")]
     | Annotated[Serve, subcommand("serve")]
     | Annotated[Info, subcommand("info")]
+    | Annotated[Bench, subcommand("bench")]
     | Annotated[Train, subcommand("train")]
 )
 
@@ -172,6 +190,8 @@ def run() -> int:
             return _train(command)
         if isinstance(command, Serve):
             _serve(command)
+        elif isinstance(command, Bench):
+            _bench(command.measure)
         else:
             _info(command)
     except _MISTAKES as mistake:
@@ -231,7 +251,9 @@ def _one_line(problem: Exception) -> str:
     return " ".join(str(problem).split())
 
 
-def _set_up_logging(command: Generate | Serve | Train, formatter: logging.Formatter | None = None) -> None:
+def _set_up_logging(
+    command: Generate | Serve | Train | Latency | Throughput, formatter: logging.Formatter | None = None
+) -> None:
     level = logging.WARNING if command.quiet else logging.DEBUG if command.verbose else logging.INFO
     handler = _LineOfItsOwn(sys.stderr)
     handler.setFormatter(formatter or logging.Formatter("%(levelname).1s %(message)s"))
@@ -246,7 +268,7 @@ def _generate(command: Generate) -> int:
         raise InvalidPromptError("a prompt must have some text; got none; give --prompt TEXT", parameter="prompt")
     _set_up_logging(command)
     command.sampling.params(SamplingParams())  # refused now, not when the model is loaded
-    llm = LLM(command.engine.model, **_settings(command.engine), use_tqdm=not command.quiet)
+    llm = LLM(command.engine.model, **command.engine.arguments(), use_tqdm=not command.quiet)
     params = command.sampling.params(llm.get_default_sampling_params())
     ends: list[str | None] = []
     for prompt in command.prompt:
@@ -266,12 +288,20 @@ def _serve(command: Serve) -> None:
     _set_up_logging(command, JsonFormatter() if command.server.log_json else lines)
     for handler in logging.getLogger("gdn_jax").handlers:
         logging.getLogger("uvicorn").addHandler(handler)
-    settings = _settings(command.engine)
+    settings = command.engine.arguments()
     serve(
         lambda: AsyncLLM(command.engine.model, **settings, use_tqdm=not command.quiet),
         command.server,
         model=command.engine.model,
     )
+
+
+def _bench(asked: Latency | Throughput) -> None:
+    _set_up_logging(asked)
+    report = measure_latency(asked) if isinstance(asked, Latency) else measure_throughput(asked)
+    _write("".join(f"{line}\n" for line in report.lines))
+    if asked.output_json is not None and report.values:
+        write_json(asked.output_json, {**report.values, "command": shlex.join(["gdn-jax", *sys.argv[1:]])})
 
 
 def _train(command: Train) -> int:
@@ -295,10 +325,6 @@ def _training() -> ModuleType:
             f"gdn-jax train needs the extra `train`; {error.name} is not installed; in the repository, run make setup, "
             "or pip install '.[train]' for an environment of your own"
         ) from error
-
-
-def _settings(config: EngineConfig) -> dict[str, object]:
-    return {item.name: getattr(config, item.name) for item in fields(config) if item.name != "model"}
 
 
 def _show(outputs: Iterator[RequestOutput], *, quiet: bool) -> str | None:

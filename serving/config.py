@@ -150,6 +150,10 @@ class EngineConfig:
                 f"got {self.max_num_batched_tokens}"
             )
 
+    def arguments(self) -> dict[str, object]:
+        """Return every setting but the model, as keyword arguments for `LLM`."""
+        return {item.name: getattr(self, item.name) for item in fields(self) if item.name != "model"}
+
     @classmethod
     def from_arguments(cls, model: str | os.PathLike[str], arguments: Mapping[str, object]) -> "EngineConfig":
         """Make a config from keyword arguments, vLLM's names included; None stands for the default of any of them.

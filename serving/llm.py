@@ -48,7 +48,7 @@ class LLM:
         self._engine, self._tokenizer = parts.engine, parts.tokenizer
         self._intake = Intake(parts, seed=self.config.seed)
         self.model_config, self.memory = parts.model_config, parts.memory
-        self.max_model_len = parts.memory.max_model_len
+        self.max_model_len, self.kernels = parts.memory.max_model_len, parts.kernels
         self._live: dict[str, Collector] = {}  # by the id of each completion that is not finished
         self._left: deque[str] = deque()  # ids of dropped streams, to be aborted
         self._lock = threading.Lock()  # of the engine, the intake and the books here

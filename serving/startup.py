@@ -37,6 +37,7 @@ from gdn_jax.serving.runner.memory import (
 from gdn_jax.serving.runner.pools import PoolSizes
 from gdn_jax.serving.runner.runner import Runner
 from gdn_jax.serving.text.chat_template import ChatTemplate
+from gdn_jax.serving.text.no_tokenizer import NoTokenizer
 from gdn_jax.serving.text.tokenizer import GenerationDefaults, Tokenizer
 from gdn_jax.shipped import model_folder
 from gdn_jax.weights import dummy_weights, has_mtp, load_weights
@@ -56,6 +57,7 @@ class EngineParts:
     chat_template: ChatTemplate
     defaults: GenerationDefaults
     memory: MemoryPlan
+    kernels: KernelChoice
 
 
 def build_engine(config: EngineConfig, *, show_progress: bool = True) -> EngineParts:
@@ -80,15 +82,13 @@ def build_engine(config: EngineConfig, *, show_progress: bool = True) -> EngineP
     _check_quantization(config, published)
     model_config = _with_head_as_asked(config, published)
     text_folder = Path(config.tokenizer or config.model)
-    tokenizer = Tokenizer(
-        text_folder, model_config.vocab_size, config_eos=model_config.eos_token_ids, model_folder=config.model
-    )
+    tokenizer = _read_tokenizer(config, model_config, text_folder)
     chat_template = ChatTemplate.from_folder(text_folder)
     device = jax.devices()[0]
     kernels = choose_kernels(config.kernels)
     dtype = str(resolve_dtype(config.dtype, model_config))
     memory = plan_memory(model_config, memory_request(config, model_config, device))
-    _say(config, published, kernels, memory, tokenizer.generation_defaults)
+    _say(config, published, kernels, memory, tokenizer)
     _keep_compiled(config.compile_cache)
     model = _load(config, model_config, dtype, kernels.implementation, show_progress=show_progress)
     engine = _compose(config, model, memory, tokenizer, show_progress=show_progress)
@@ -99,6 +99,7 @@ def build_engine(config: EngineConfig, *, show_progress: bool = True) -> EngineP
         chat_template=chat_template,
         defaults=tokenizer.generation_defaults,
         memory=memory,
+        kernels=kernels,
     )
 
 
@@ -122,6 +123,13 @@ def _with_head_as_asked(config: EngineConfig, published: ModelConfig) -> ModelCo
             f"weight files in {config.model} hold no tensor mtp.*; {remedy}"
         )
     return published
+
+
+def _read_tokenizer(config: EngineConfig, model: ModelConfig, folder: Path) -> Tokenizer:
+    """Read the tokenizer; random weights can do without one, so that a config.json is enough to try out a size."""
+    if config.load_format == "dummy" and not config.tokenizer and not (folder / "tokenizer.json").exists():
+        return NoTokenizer(folder, model.vocab_size, config_eos=model.eos_token_ids)
+    return Tokenizer(folder, model.vocab_size, config_eos=model.eos_token_ids, model_folder=config.model)
 
 
 def _check_quantization(config: EngineConfig, model: ModelConfig) -> None:
@@ -189,7 +197,7 @@ def _state_dtype(config: EngineConfig, model: ModelConfig) -> str:
 
 
 def _say(
-    config: EngineConfig, model: ModelConfig, kernels: KernelChoice, memory: MemoryPlan, defaults: GenerationDefaults
+    config: EngineConfig, model: ModelConfig, kernels: KernelChoice, memory: MemoryPlan, tokenizer: Tokenizer
 ) -> None:
     """Log what was chosen and why, before anything long begins."""
     kind, dtype = jax.devices()[0].device_kind, resolve_dtype(config.dtype, model)
@@ -198,10 +206,12 @@ def _say(
         _LOG.info("speculation: the MTP head drafts %d tokens a step", config.speculative_tokens)
     elif model.num_mtp_layers:
         _LOG.info("speculation: off; the MTP head is left out (speculative_tokens=3 would use it)")
-    if defaults.not_applied:
+    if isinstance(tokenizer, NoTokenizer):
+        _LOG.info("tokenizer: none in %s; prompts must be token ids, and answers have no text", config.model)
+    if not_applied := tokenizer.generation_defaults.not_applied:
         _LOG.warning(
             "generation_config.json asks for %s, which is not applied: answers may differ from the model's usual ones",
-            ", ".join(defaults.not_applied),
+            ", ".join(not_applied),
         )
     _LOG.info("kernels: %s (%s)", kernels.implementation, kernels.reason)
     mode = f"{config.prefix_cache}, states every {config.state_interval} tokens"

@@ -73,10 +73,14 @@ RULES = {
         f"{_API} serving.prompts serving.config serving.metrics serving.core.errors",
         "starlette uvicorn msgspec prometheus_client",
     ),
+    "serving.bench": _rule(
+        f"{_API} serving.llm serving.engine_types serving.text serving.config serving.core.errors",
+        "jax numpy tqdm tyro",
+    ),
     "serving.__main__": _rule(),  # loads serving.command_line by name
     "serving.command_line": _rule(
         f"{_STEP} {_API} model kernels serving.info serving.llm serving.async_llm serving.startup serving.http "
-        "serving.engine_types",
+        "serving.engine_types serving.bench",
         "tqdm tyro",
     ),
 }

@@ -13,6 +13,7 @@ from oracles.tell_tale import TellTaleRunner, next_token
 
 from gdn_jax import LLM, AsyncLLM, SamplingParams
 from gdn_jax.config import ModelConfig
+from gdn_jax.kernels.dispatch import Implementation, KernelChoice
 from gdn_jax.serving import async_llm, llm
 from gdn_jax.serving.core.limits import Limits
 from gdn_jax.serving.core.placement import CacheMode, Placement
@@ -101,7 +102,13 @@ def _logprobs(token: int, count: int) -> TokenLogprobs:
 
 
 def make_parts(
-    *, lanes: int = 4, blocks: int = 200, slots: int = 40, max_model_len: int = 256, num_drafts: int = 0
+    *,
+    lanes: int = 4,
+    blocks: int = 200,
+    slots: int = 40,
+    max_model_len: int = 256,
+    num_drafts: int = 0,
+    mode: CacheMode = CacheMode.ALL,
 ) -> EngineParts:
     """Compose an engine and what the API reads beside it."""
     config = ModelConfig.from_folder(FOLDER)
@@ -114,7 +121,7 @@ def make_parts(
         max_model_len=max_model_len,
         num_drafts=num_drafts,
     )
-    scheduler = Scheduler(limits, Placement(mode=CacheMode.ALL, block_size=BLOCK, state_interval=2 * BLOCK))
+    scheduler = Scheduler(limits, Placement(mode=mode, block_size=BLOCK, state_interval=2 * BLOCK))
     return EngineParts(
         engine=Engine(
             scheduler, QuickRunner(num_drafts=num_drafts), tokenizer=tokenizer, end_token_ids=tokenizer.end_token_ids
@@ -135,6 +142,7 @@ def make_parts(
             max_model_len=max_model_len,
             block_size=BLOCK,
         ),
+        kernels=KernelChoice(implementation=Implementation.JAX, reason="nothing is computed here"),
     )
 
 

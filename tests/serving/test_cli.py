@@ -9,9 +9,10 @@ import signal
 import subprocess
 import sys
 import time
-from unittest.mock import patch
 
 import pytest
+from oracles.cli_rig import own_environment
+from oracles.cli_rig import run_command as run
 from oracles.engine_rig import TINY
 from oracles.quick_engine import QuickRunner, make_parts, parts_of
 
@@ -24,21 +25,8 @@ SMALL = ("--max-model-len", "512", "--max-num-seqs", "1", "--max-num-batched-tok
 @pytest.fixture(autouse=True)
 def _own_environment():
     """The command line is a process's own: here, what it sets goes away again."""
-    with patch.dict(os.environ):
+    with own_environment():
         yield
-    for name in ("gdn_jax", "uvicorn"):
-        logging.getLogger(name).handlers.clear()
-        logging.getLogger(name).setLevel(logging.NOTSET)
-
-
-def run(monkeypatch, *arguments: str) -> int:
-    """Run the command line; return its exit code."""
-    monkeypatch.setattr(sys, "argv", ["gdn-jax", *arguments])
-    try:
-        main()
-    except SystemExit as stop:
-        return stop.code
-    return 0
 
 
 def run_quickly(monkeypatch, *arguments: str, num_drafts: int = 0) -> tuple[int, QuickRunner]:

@@ -1,0 +1,212 @@
+"""What a benchmark asks of an engine: prompts as token ids, and how many tokens each is to be answered with.
+
+Lengths of random requests are known before a model is loaded, so that what cannot fit is refused at once. All of it
+follows from the seed, and a request does not depend on how many are drawn.
+"""
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil, floor
+from pathlib import Path
+from random import Random
+from typing import cast
+
+from gdn_jax.serving.config import SettingError
+from gdn_jax.serving.text.tokenizer import Tokenizer
+
+_LOG = logging.getLogger(__name__)
+
+# Of the conversations in a file, those with 4 to 1,024 tokens of prompt and at most 2,048 in all, as vLLM takes them.
+_LEAST_TOKENS = 4
+_MOST_PROMPT_TOKENS = 1024
+_MOST_TOKENS = 2048
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lengths:
+    """How long a request is, in tokens.
+
+    Attributes:
+        prompt: of the prompt.
+        answer: of each answer to it.
+    """
+
+    prompt: int
+    answer: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchRequest:
+    """A prompt, and how many tokens it is to be answered with.
+
+    Attributes:
+        token_ids: the prompt.
+        num_answer_tokens: of each answer.
+    """
+
+    token_ids: list[int]
+    num_answer_tokens: int
+
+    @property
+    def lengths(self) -> Lengths:
+        """How long it is."""
+        return Lengths(prompt=len(self.token_ids), answer=self.num_answer_tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomWorkload:
+    """Prompts of random tokens.
+
+    Attributes:
+        seed: draws lengths and tokens.
+        input_len: tokens of a prompt after the common prefix.
+        output_len: tokens of an answer.
+        range_ratio: in [0, 1); lengths lie in [length * (1 - range_ratio), length * (1 + range_ratio)], uniformly.
+        prefix_len: tokens that all prompts begin with.
+
+    Raises:
+        SettingError: a length is not positive, or the ratio out of range.
+    """
+
+    seed: int
+    input_len: int
+    output_len: int
+    range_ratio: float = 0.0
+    prefix_len: int = 0
+
+    def __post_init__(self) -> None:
+        """Check every value."""
+        check_at_least(1, output_len=self.output_len)
+        check_at_least(0, input_len=self.input_len, random_prefix_len=self.prefix_len)
+        if not 0 <= self.range_ratio < 1:
+            raise SettingError(f"random_range_ratio must be in [0, 1); got {self.range_ratio}; use 0 for equal lengths")
+        if self.prefix_len + self._range(self.input_len)[0] < 1:
+            raise SettingError(
+                f"a prompt must have at least one token; got an input_len of {self.input_len}, a random_range_ratio of "
+                f"{self.range_ratio} and a random_prefix_len of {self.prefix_len}; raise input_len"
+            )
+
+    def lengths(self, count: int) -> list[Lengths]:
+        """Return how long the first `count` requests are."""
+        draw = Random(f"{self.seed} lengths")  # of text, as numbers lose their sign
+        (low, high), (least, most) = self._range(self.input_len), self._range(self.output_len)
+        return [
+            Lengths(prompt=self.prefix_len + draw.randint(low, high), answer=draw.randint(max(least, 1), most))
+            for _ in range(count)
+        ]
+
+    def requests(self, count: int, tokenizer: Tokenizer) -> list[BenchRequest]:
+        """Return the first `count` requests, of any ids that have a token."""
+        known = range(tokenizer.num_tokens)
+        prefix = Random(f"{self.seed} prefix").choices(known, k=self.prefix_len)
+        requests: list[BenchRequest] = []
+        for index, lengths in enumerate(self.lengths(count)):
+            own = Random(f"{self.seed} {index}").choices(known, k=lengths.prompt - self.prefix_len)
+            requests.append(BenchRequest(token_ids=prefix + own, num_answer_tokens=lengths.answer))
+        return requests
+
+    def _range(self, length: int) -> tuple[int, int]:
+        ratio = Fraction(str(self.range_ratio))  # as written: 100 * (1 + 0.1) is above 110 in floats
+        return floor(length * (1 - ratio)), ceil(length * (1 + ratio))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShareGPTWorkload:
+    """First questions of conversations in a JSON file of ShareGPT's form, in an order that the seed draws.
+
+    Attributes:
+        seed: draws the order.
+        path: a list of objects with `conversations`, each a list of objects with `value`, the text of a turn.
+        output_len: tokens of each answer; None: as many as the conversation's own first answer has.
+
+    Raises:
+        SettingError: the length is not positive.
+    """
+
+    seed: int
+    path: str
+    output_len: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check the length."""
+        if self.output_len is not None:
+            check_at_least(1, output_len=self.output_len)
+
+    def requests(self, count: int, tokenizer: Tokenizer) -> list[BenchRequest]:
+        """Return the first `count` requests; a file with fewer conversations of fitting length is asked again.
+
+        Raises:
+            SettingError: the file cannot be read, has another form, or no conversation that fits.
+        """
+        found: list[BenchRequest] = []
+        openings = self._openings()
+        Random(self.seed).shuffle(openings)
+        for question, answer in openings:
+            if len(found) == count:
+                break
+            request = BenchRequest(
+                token_ids=tokenizer.encode(question),
+                num_answer_tokens=self.output_len or len(tokenizer.encode(answer)),
+            )
+            if self._fits(request.lengths):
+                found.append(request)
+        if not found:
+            raise SettingError(
+                f"dataset_path must hold conversations of {_LEAST_TOKENS} to {_MOST_PROMPT_TOKENS} tokens of prompt "
+                f"and at most {_MOST_TOKENS} in all; got {len(openings)} in {self.path}, none of them so; use another "
+                "file"
+            )
+        if len(found) < count:
+            _LOG.warning("%d of the %d requests ask again what others have asked", count - len(found), count)
+        return [found[index % len(found)] for index in range(count)]
+
+    def _fits(self, lengths: Lengths) -> bool:
+        shortest = lengths.prompt if self.output_len is not None else min(lengths.prompt, lengths.answer)
+        return (
+            shortest >= _LEAST_TOKENS
+            and lengths.prompt <= _MOST_PROMPT_TOKENS
+            and lengths.prompt + lengths.answer <= _MOST_TOKENS
+        )
+
+    def _openings(self) -> list[tuple[str, str]]:
+        """Return the first two turns of each conversation that has them."""
+        try:
+            entries = cast("list[dict[str, list[dict[str, object]]]]", json.loads(Path(self.path).read_text("utf-8")))
+            turns = [[str(turn["value"]) for turn in entry.get("conversations", [])[:2]] for entry in entries]
+        except (OSError, ValueError, RecursionError) as error:
+            raise SettingError(f"dataset_path must be a file of JSON; got {self.path}: {error}") from error
+        except (TypeError, KeyError, AttributeError) as error:
+            raise SettingError(
+                "dataset_path must hold a list of objects with `conversations`, each a list of objects with `value`; "
+                f"{self.path} has another form"
+            ) from error
+        return [(pair[0], pair[1]) for pair in turns if len(pair) == 2]
+
+
+def check_at_least(least: int, **numbers: int) -> None:
+    """Check settings by name.
+
+    Raises:
+        SettingError: one is below `least`.
+    """
+    for name, value in numbers.items():
+        if value < least:
+            raise SettingError(f"{name} must be at least {least}; got {value}")
+
+
+def check_fit(requests: Sequence[Lengths], max_model_len: int) -> None:
+    """Check that an engine takes every request.
+
+    Raises:
+        SettingError: one is too long.
+    """
+    longest = max(requests, key=lambda lengths: lengths.prompt + lengths.answer)
+    if longest.prompt + longest.answer > max_model_len:
+        raise SettingError(
+            f"a prompt and its answer (input_len + output_len) must be at most max_model_len ({max_model_len}); got "
+            f"{longest.prompt} + {longest.answer} = {longest.prompt + longest.answer}; lower one of them, or raise "
+            "max_model_len"
+        )
