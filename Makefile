@@ -23,6 +23,10 @@ unexport PYTHONDONTWRITEBYTECODE
 ON_NEWEST := tests/kernels tests/test_golden_conformance.py tests/model/test_training.py tests/test_strictness.py \
     "tests/serving/test_engine_laws_tokens.py::test_the_next_turn_hits_into_the_generated_text[all-30]"
 
+# What runs on a device; the rest of serving reasons about the host.
+ON_GPU := tests/kernels tests/model tests/test_golden_conformance.py tests/serving/test_verify.py \
+    tests/serving/test_mosaic_engine.py $(wildcard tests/serving/test_*_laws_*.py)
+
 DEMO_MODEL := pico
 BENCHMARKS = $(sort $(wildcard benchmarks/*_cpu.py benchmarks/*/*_cpu.py))
 
@@ -55,10 +59,10 @@ test-compile:  ## Pallas kernels compiled for an H200, without one: registers, s
 	@scripts/setup.sh .venv-compile dev,compile "$(JAX_OLDEST)"
 	.venv-compile/bin/python -m pytest -q -m compile tests/compile
 
-test-gpu:  ## kernel and model tests, those marked gpu too, on an NVIDIA GPU
+test-gpu:  ## kernels, models and the engine's laws, on an NVIDIA GPU
 	@nvidia-smi >/dev/null 2>&1 || { echo "make test-gpu needs an NVIDIA GPU: nvidia-smi does not run here" >&2; exit 1; }
 	@scripts/setup.sh .venv-gpu dev,gpu "$(JAX_OLDEST)"
-	JAX_PLATFORMS=cuda,cpu .venv-gpu/bin/python -m pytest -m "gpu or not gpu" --ignore=tests/serving
+	JAX_PLATFORMS=cuda,cpu .venv-gpu/bin/python -m pytest -m "not compile" $(ON_GPU)
 
 bench: setup  ## run the benchmarks that need no GPU
 	@test -n "$(BENCHMARKS)" || { echo "no benchmark for the CPU under benchmarks/" >&2; exit 1; }

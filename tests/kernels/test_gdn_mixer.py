@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from mosaic_interpreter import interpret
+from mosaic_runs import run_mosaic
 
 from gdn_jax.kernels.anchors import AdvanceRows
 from gdn_jax.kernels.dispatch import Implementation, UnsupportedKernelError
@@ -85,9 +85,9 @@ def draw(
 
 
 def advance(args: Arguments, implementation: Implementation) -> tuple[jax.Array, RecurrentState]:
-    """Run a mixer; returns outputs and state. Mosaic kernels are interpreted, and must be free of races."""
+    """Run a mixer; returns outputs and state. Mosaic kernels must be free of races where they are interpreted."""
     run = jax.jit(partial(gdn_mixer_advance, eps=1e-6, implementation=implementation))
-    return interpret(lambda: run(*args)) if implementation == Implementation.MOSAIC else run(*args)
+    return run_mosaic(lambda: run(*args)) if implementation == Implementation.MOSAIC else run(*args)
 
 
 def assert_equal(args: Arguments, got: tuple[jax.Array, RecurrentState], tolerance: float) -> None:
