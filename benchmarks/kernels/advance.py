@@ -33,6 +33,7 @@ _LOG = logging.getLogger(__name__)
 _CHECKED_ROWS = 4
 _LEAST_POOL_BYTES = 256 << 20  # several times the second-level cache of a Hopper GPU
 _MOST_CALLS = 64  # in the loop's body
+_Carry = tuple[jax.Array, jax.Array]  # the outputs of the call before, and the pool
 # Relative to the largest value. States at rest round once; outputs are rounded to the activations' dtype.
 _STATE_TOLERANCES = {"float32": 1e-6, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 _OUTPUT_TOLERANCES = {"float32": 1e-5, "bfloat16": 2.0**-7}
@@ -101,6 +102,11 @@ def state_bytes(case: AdvanceCase) -> int:
     return heads.num_value * heads.value_dim * heads.key_dim * jnp.dtype(case.state_dtype).itemsize
 
 
+def num_calls(case: AdvanceCase) -> int:
+    """Return how many calls the loop's body holds: so many that no cache has room for the slots of all."""
+    return min(_MOST_CALLS, max(2, -(-_LEAST_POOL_BYTES // (case.num_rows * state_bytes(case)))))
+
+
 def moved_bytes(case: AdvanceCase) -> int:
     """Return the least bytes that a call moves: each state read and written once, each input and output once."""
     heads, size = case.heads, jnp.dtype(case.dtype).itemsize
@@ -161,17 +167,16 @@ def _error(got: jax.Array | np.ndarray, want: np.ndarray) -> float:
 
 def time_case(case: AdvanceCase, args: AdvanceArguments, implementation: Implementation, repeats: int) -> Times:
     """Time a case in slots that change from call to call."""
-    num_calls = (args.pool.shape[0] - 1) // case.num_rows
 
-    def call(rows: AdvanceRows) -> Callable[[jax.Array], jax.Array]:
-        def advance(pool: jax.Array) -> jax.Array:
-            return gdn_advance(args.q, args.new, args.replay, rows, pool, implementation=implementation)[1]
+    def call(rows: AdvanceRows) -> Callable[[_Carry], _Carry]:
+        def advance(carry: _Carry) -> _Carry:
+            new = replace(args.new, v=carry[0])  # what the call before put out, so that all of each call is needed
+            return gdn_advance(args.q, new, args.replay, rows, carry[1], implementation=implementation)
 
         return advance
 
-    return time_calls(
-        [call(rows_at(case, 1 + i * case.num_rows)) for i in range(num_calls)], args.pool, repeats=repeats
-    )
+    calls = [call(rows_at(case, 1 + i * case.num_rows)) for i in range(num_calls(case))]
+    return time_calls(calls, (args.new.v, args.pool), repeats=repeats)
 
 
 def time_nothing(repeats: int) -> Times:
@@ -188,8 +193,7 @@ def time_nothing(repeats: int) -> Times:
 
 def benchmark(case: AdvanceCase, options: Options, *, bandwidth: float, empty: float) -> Iterator[ResultRow]:
     """Check, then time, one case; yields times, the share of the copy's bandwidth, and a peer's time."""
-    calls = min(_MOST_CALLS, max(2, -(-_LEAST_POOL_BYTES // (case.num_rows * state_bytes(case)))))
-    num_slots = 1 + calls * case.num_rows
+    num_slots = 1 + num_calls(case) * case.num_rows
     implementation = Implementation(options.implementation)
     error = check(case, draw(case, num_slots), implementation)
     args = draw(case, num_slots)
