@@ -15,6 +15,7 @@ class Implementation(StrEnum):
 
     REFERENCE = "reference"  # token by token in float32: slow, defines the meaning
     JAX = "jax"  # plain JAX: chunked, any device, differentiable
+    MOSAIC = "mosaic"  # Pallas kernels for Hopper GPUs
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ LENGTHS = (
 TOKENS, KEY_HEADS, VALUE_HEADS, WIDTH = 150, 2, 4, 16
 DOCUMENT = np.stack([np.repeat(np.arange(len(row)), row) for row in LENGTHS]).astype(np.int32)
 IS_FIRST = np.diff(DOCUMENT, axis=1, prepend=-1) != 0
-EVERY = pytest.mark.parametrize("implementation", list(Implementation))
+EVERY = pytest.mark.parametrize("implementation", [Implementation.REFERENCE, Implementation.JAX])
 RNG = np.random.RandomState(0)
 
 

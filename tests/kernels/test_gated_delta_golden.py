@@ -18,7 +18,7 @@ from gdn_jax.kernels.gated_delta import DeltaInputs, gdn_advance, gdn_prefill
 from gdn_jax.kernels.gated_delta.inputs import l2_normalize
 
 TOLERANCE = 1e-4
-EVERY = pytest.mark.parametrize("implementation", list(Implementation))
+EVERY = pytest.mark.parametrize("implementation", [Implementation.REFERENCE, Implementation.JAX])
 CASES = (
     "len1",
     "len2",

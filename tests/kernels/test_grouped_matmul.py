@@ -41,7 +41,7 @@ def run(x, weight, sizes, **static):
     return np.asarray(GROUPED(jnp.asarray(x), jnp.asarray(weight), jnp.array(sizes, jnp.int32), **static))
 
 
-@pytest.mark.parametrize("implementation", Implementation)
+@pytest.mark.parametrize("implementation", [Implementation.REFERENCE, Implementation.JAX])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
 def test_each_row_is_multiplied_with_its_groups_matrix(implementation, sizes):
     x, weight = operands(40, 4)
