@@ -1,30 +1,66 @@
-"""What the Mosaic GPU kernels share: how arrays lie in registers and in shared memory.
+"""What the Pallas kernels for Hopper GPUs share: how arrays lie in registers and in shared memory, and products.
 
-A *thread* of Pallas' Mosaic GPU is a warpgroup: 4 warps of 32 lanes. Kernels are tried without a GPU under
-`plgpu.force_gpu_interpret_mode`, so none takes an argument for that.
+A *thread* of Pallas' Mosaic GPU is a warpgroup: 4 warps of 32 lanes. Without a GPU kernels are tried in an interpreter,
+under `plgpu.force_gpu_interpret_mode`; those that multiply out of registers, which the interpreter cannot, take an
+argument for it.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
-_SWIZZLE_BYTES = 128  # a row of a tile in shared memory, whose 16-byte pieces are permuted so that banks do not collide
+SWIZZLE_BYTES = 128
 
 
-def swizzled(shape: tuple[int, int], dtype: jnp.dtype) -> Any:
-    """Return the type of a matrix in shared memory that bulk copies fill, and that lanes read without bank conflicts.
+def interpreter(interpret: bool) -> plgpu.InterpretGPUParams | None:
+    """Return what `plgpu.kernel` takes as `interpret`: None to compile, else the interpreter, which looks for races.
 
-    Rows must be multiples of 128 bytes, and their number one of 8.
+    The interpreter runs on the CPU and simulates shared memory, barriers and asynchronous copies. Memory that nothing
+    was written to holds NaN in it.
     """
-    columns = _SWIZZLE_BYTES // jnp.dtype(dtype).itemsize
-    # jax declares a method of these two abstract that they do not need
+    return plgpu.InterpretGPUParams(detect_races=True) if interpret else None
+
+
+def swizzled(dtype: DTypeLike) -> tuple[Any, ...]:  # of plgpu.Transform, which cannot be checked at run time
+    """Return how a matrix lies in shared memory so that tensor cores and copies meet no bank conflicts.
+
+    Its columns are a multiple of 128 bytes, its rows of 8.
+    """
+    columns = SWIZZLE_BYTES // jnp.dtype(dtype).itemsize
+    # A method that these classes inherit is abstract to a type checker alone.
     tiling = plgpu.TilingTransform((8, columns))  # pyright: ignore[reportAbstractUsage]
-    swizzle = plgpu.SwizzleTransform(_SWIZZLE_BYTES)  # pyright: ignore[reportAbstractUsage]
-    return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
+    return tiling, plgpu.SwizzleTransform(SWIZZLE_BYTES)  # pyright: ignore[reportAbstractUsage]
+
+
+def product(left, right) -> jax.Array:
+    """Return `left @ right` in float32 from two matrices in shared memory, by the tensor cores; for inside a kernel."""
+
+    def multiply(sums):
+        plgpu.wgmma(sums, left, right)
+        return sums[...]
+
+    sums = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((left.shape[0], right.shape[1]), jnp.float32))
+    return lax.optimization_barrier(sums)  # else arithmetic on the sums may move to before the product is done
+
+
+def add_product(sums: jax.Array, left: jax.Array, right, *, interpret: bool) -> jax.Array:
+    """Return `sums + left @ right`, with `right` alone in shared memory, by the tensor cores; for inside a kernel."""
+    if interpret:  # the interpreter's tensor cores take nothing from registers
+        values = plgpu.load(right)
+        plgpu.commit_smem()  # a tensor core reads as copies do; this read is to be ordered with them, too
+        return sums + jnp.dot(left, values, preferred_element_type=jnp.float32)
+
+    def multiply(accumulator):
+        plgpu.wgmma(accumulator, left, right)
+
+    return lax.optimization_barrier(pl.run_state(multiply)(plgpu.WGMMAAccumulatorRef.init(sums)))
 
 
 @dataclass(frozen=True)

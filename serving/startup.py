@@ -214,6 +214,9 @@ def _say(
             ", ".join(not_applied),
         )
     _LOG.info("kernels: %s (%s)", kernels.implementation, kernels.reason)
+    if kernels.implementation is Implementation.MOSAIC:
+        rest = "prefill, grouped products" + (", attention (float32)" if dtype == jnp.float32 else "")
+        _LOG.info("kernels: in decode the delta rule and attention are Mosaic kernels; in plain JAX: %s", rest)
     mode = f"{config.prefix_cache}, states every {config.state_interval} tokens"
     _LOG.info("prefix cache: %s", mode if config.prefix_cache == "all" else config.prefix_cache)
     for line in memory.lines():

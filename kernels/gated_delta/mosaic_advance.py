@@ -57,7 +57,7 @@ def gdn_advance(
         kernel_name="gdn_advance",
         out_type=jax.ShapeDtypeStruct((num_rows, num_new, num_heads, value_dim), dtype),
         scratch_types={
-            "tile": swizzled((value_rows, key_dim), pool.dtype),
+            "tile": plgpu.SMEM((value_rows, key_dim), pool.dtype, transforms=swizzled(pool.dtype)),
             "queries": plgpu.SMEM((num_new, key_dim), dtype),
             "keys": plgpu.SMEM((num_new, key_dim), dtype),
             "values": plgpu.SMEM((num_new, value_rows), dtype),

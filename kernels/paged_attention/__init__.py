@@ -8,6 +8,9 @@ padding may name it, nothing is stored there, and nothing reads it. Token p of a
     Hkv)
 """
 
+from importlib import import_module
+
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from gdn_jax.kernels.anchors import AdvanceRows, PrefillRows
@@ -17,6 +20,23 @@ from gdn_jax.kernels.paged_attention.pages import token_slots, write_pages
 
 __all__ = ["paged_attention_advance", "paged_attention_prefill", "token_slots", "write_pages"]
 
+
+def _mosaic_advance(
+    q: Float[Array, "rows T Hq D"],
+    k_pages: Float[Array, "pages block Hkv D"],
+    v_pages: Float[Array, "pages block Hkv D"],
+    block_tables: Int[Array, "rows blocks"],
+    rows: AdvanceRows,
+    first_key: int,
+) -> Float[Array, "rows T Hq D"]:
+    """Run 16-bit attention on tensor cores, which multiply no IEEE float32: that runs in plain JAX."""
+    arguments = q, k_pages, v_pages, block_tables, rows, first_key
+    if q.dtype == jnp.float32:
+        return plain.paged_attention_advance(*arguments)
+    # By name, and not at the top of the file: it brings Pallas, a second that only such a GPU need spend.
+    return import_module("gdn_jax.kernels.paged_attention.mosaic_advance").paged_attention_advance(*arguments)
+
+
 _PREFILL = {
     Implementation.REFERENCE: reference.paged_attention_prefill,
     Implementation.JAX: plain.paged_attention_prefill,
@@ -25,7 +45,7 @@ _PREFILL = {
 _ADVANCE = {
     Implementation.REFERENCE: reference.paged_attention_advance,
     Implementation.JAX: plain.paged_attention_advance,
-    Implementation.MOSAIC: plain.paged_attention_advance,
+    Implementation.MOSAIC: _mosaic_advance,
 }
 
 

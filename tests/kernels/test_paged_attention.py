@@ -1,14 +1,15 @@
 """Paged attention against dense attention in NumPy float64; what no sequence owns is NaN throughout."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from oracles.paged_sequences import NUM_PAGES, TABLE, advance_rows, dense_attention, queries, sequences
 
-from gdn_jax.kernels.anchors import AdvanceRows, PrefillRows
+from gdn_jax.kernels.anchors import PrefillRows
 from gdn_jax.kernels.dispatch import Implementation
 from gdn_jax.kernels.numerics import CHUNK
 from gdn_jax.kernels.paged_attention import paged_attention_advance, paged_attention_prefill, token_slots, write_pages
@@ -18,54 +19,12 @@ FLOAT32 = {"rtol": 1e-5, "atol": 1e-5}
 # bfloat16 keeps 8 bits: queries, softmax weights and the output are rounded, 2^-9 relative each.
 BFLOAT16 = {"rtol": 1e-2, "atol": 1e-2}
 
-NUM_TOKENS, TABLE, NUM_PAGES = 344, 12, 48  # one compiled shape for most tests; 12 blocks are two key tiles
+NUM_TOKENS = 344  # one compiled shape for most tests
 SPANS = ((0, 130), (600, 1), (64, 63), (3, 64), (0, 0), (511, 65))  # (start, length) of each row
 
 STATIC = ("first_key", "implementation")
 PREFILL = jax.jit(paged_attention_prefill, static_argnames=STATIC)
 ADVANCE = jax.jit(paged_attention_advance, static_argnames=STATIC)
-
-
-@dataclass(frozen=True)
-class Sequences:
-    """One sequence per row, and its pages; everything else in the pages is NaN."""
-
-    k: list[np.ndarray]  # [positions, Hkv, D] each
-    v: list[np.ndarray]
-    k_pages: np.ndarray
-    v_pages: np.ndarray
-    tables: np.ndarray
-
-
-def sequences(lengths, *, heads=2, width=16, table=TABLE):
-    rng = np.random.default_rng(0)
-    k, v = ([rng.normal(size=(n, heads, width)).astype(np.float32) for n in lengths] for _ in range(2))
-    free = rng.permutation(np.arange(1, NUM_PAGES))
-    tables = np.zeros((len(lengths), table), np.int32)
-    pages = np.full((2, NUM_PAGES, CHUNK, heads, width), np.nan, np.float32)
-    for row, length in enumerate(lengths):
-        count = -(-length // CHUNK)
-        tables[row, :count], free = free[:count], free[count:]
-        for side, values in enumerate((k[row], v[row])):
-            flat = np.full((count * CHUNK, heads, width), np.nan, np.float32)
-            flat[:length] = values
-            pages[side, tables[row, :count]] = flat.reshape(count, CHUNK, heads, width)
-    return Sequences(k, v, *pages, tables)
-
-
-def dense_attention(q, k, v, position, first_key=0):
-    """Return attention of queries [n, Hq, D] at `position` [n], in float64; zeros where no key is visible."""
-    group = q.shape[1] // k.shape[1]
-    q = np.asarray(q, np.float64)
-    k, v = (np.repeat(np.asarray(side, np.float64), group, axis=1) for side in (k, v))
-    out = np.zeros(q.shape)
-    for i, p in enumerate(position):
-        keys = slice(first_key, p + 1)
-        if p >= first_key:
-            score = np.einsum("hd,shd->hs", q[i], k[keys]) / np.sqrt(q.shape[-1])
-            weight = np.exp(score - score.max(axis=-1, keepdims=True))
-            out[i] = np.einsum("hs,shd->hd", weight / weight.sum(axis=-1, keepdims=True), v[keys])
-    return out
 
 
 def prefill_rows(spans, *, gap=3):
@@ -77,22 +36,10 @@ def prefill_rows(spans, *, gap=3):
     return PrefillRows(offset=offset, length=length, start=start, **anchors)
 
 
-def advance_rows(starts, num_new):
-    start, num_new = np.array(starts, np.int32), np.array(num_new, np.int32)
-    replay = np.minimum(start, 2)
-    folded, replay, num_new, null = (jnp.asarray(array) for array in (start - replay, replay, num_new, 0 * start))
-    anchors = {"read_slot": null, "write_slot": null, "save_slot": null, "save_at": null}
-    return AdvanceRows(folded=folded, num_replay=replay, num_new=num_new, **anchors)
-
-
 def run(function, q, held, rows, *, tables=None, first_key=1, implementation=Implementation.JAX):
     tables = held.tables if tables is None else tables
     static = {"first_key": first_key, "implementation": implementation}
     return np.asarray(function(*map(jnp.asarray, (q, held.k_pages, held.v_pages, tables)), rows, **static))
-
-
-def queries(*shape, seed=1):
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
 def span_of(rows, row):

@@ -1,0 +1,192 @@
+"""Attention of decode and verify windows over pages, on Hopper tensor cores (Pallas, Mosaic GPU).
+
+One program reads one part of a row's pages for one KV head and attends with all queries that read that head, as
+`mosaic_pages.py` says. Each part leaves its result and the logarithm of its sum of weights, both float32, and
+`mosaic_combine.py` weighs the parts of a row (flash decoding).
+
+Scores, softmax and sums are float32; both products take operands in the pages' dtype, so softmax weights are rounded to
+it, as in `plain.py`. Where a row is cut depends on its own length and on static sizes alone.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from gdn_jax.kernels.anchors import AdvanceRows
+from gdn_jax.kernels.dispatch import UnsupportedKernelError
+from gdn_jax.kernels.mosaic import interpreter, swizzled
+from gdn_jax.kernels.numerics import CHUNK
+from gdn_jax.kernels.paged_attention.mosaic_combine import combine_parts
+from gdn_jax.kernels.paged_attention.mosaic_pages import Part, Plan, Queries, Ring, attend_pages, load_pages
+from gdn_jax.kernels.paged_attention.pages import NULL_PAGE
+from gdn_jax.kernels.paged_attention.tiles import (
+    TILE_QUERIES,
+    AdvanceTiles,
+    choose_advance_tiles,
+    num_pages,
+    run_of,
+)
+
+WIDTHS = (64, 128, 256)
+MAX_QUERIES = 2 * TILE_QUERIES  # of one row and KV head; three tiles would leave room for one page in shared memory
+
+
+def paged_attention_advance(
+    q: Float[Array, "rows T Hq D"],
+    k_pages: Float[Array, "pages block Hkv D"],
+    v_pages: Float[Array, "pages block Hkv D"],
+    block_tables: Int[Array, "rows blocks"],
+    rows: AdvanceRows,
+    first_key: int,
+    *,
+    tiles: AdvanceTiles | None = None,
+    interpret: bool = False,
+) -> Float[Array, "rows T Hq D"]:
+    """Attend with the windows of all rows at once.
+
+    Args:
+        q: as in the public function, like the others.
+        k_pages: keys, in q's dtype.
+        v_pages: values, in q's dtype.
+        block_tables: block ids.
+        rows: the rows.
+        first_key: keys before this position are masked.
+        tiles: sizes; chosen for the shapes if not given.
+        interpret: run in the interpreter on the CPU, which also takes float32.
+
+    Raises:
+        UnsupportedKernelError: the kernel cannot do this width, dtype, block size or number of queries.
+    """
+    num_rows, window, query_heads, width = q.shape
+    kv_heads = k_pages.shape[2]
+    group = query_heads // kv_heads
+    queries = window * group
+    _check(q, k_pages, v_pages, queries, interpret=interpret)
+    tiles = tiles or choose_advance_tiles(
+        rows=num_rows,
+        blocks=block_tables.shape[1],
+        kv_heads=kv_heads,
+        queries=queries,
+        width=width,
+        item_bytes=min(q.dtype.itemsize, 2),  # the interpreter, which alone takes float32, does not run out of memory
+    )
+    start, num_keys = _spans(block_tables, rows)
+    packed = q.reshape(num_rows, window, kv_heads, group, width).swapaxes(1, 2)
+    packed = packed.reshape(num_rows, kv_heads, queries, width)
+    packed = jnp.pad(packed, ((0, 0), (0, 0), (0, tiles.query_tiles * tiles.tile_queries - queries), (0, 0)))
+    plan = Plan(group=group, first_key=first_key, tiles=tiles, interpret=interpret)
+    parts = _attend_parts(packed, k_pages, v_pages, block_tables, start, num_keys, plan)
+    out = combine_parts(*parts, num_keys, rows.num_new, group, q.dtype, tiles, interpret=interpret)
+    out = out[:, :, :queries].reshape(num_rows, kv_heads, window, group, width)
+    return out.swapaxes(1, 2).reshape(q.shape)
+
+
+def _check(q: Array, k_pages: Array, v_pages: Array, queries: int, *, interpret: bool) -> None:
+    dtypes, width, block = [array.dtype for array in (q, k_pages, v_pages)], q.shape[-1], k_pages.shape[1]
+    allowed = [jnp.bfloat16, jnp.float16, *([jnp.float32] if interpret else [])]
+    for fine, rule, value in (
+        (
+            dtypes[0] in allowed and len(set(dtypes)) == 1,
+            "queries and pages of one dtype, bfloat16 or float16",
+            ", ".join(map(str, dtypes)),
+        ),
+        (width in WIDTHS, f"heads of width {', '.join(map(str, WIDTHS))}", width),
+        (block == CHUNK, f"pages of {CHUNK} tokens", block),
+        (queries <= MAX_QUERIES, f"up to {MAX_QUERIES} queries of a row that read one KV head", queries),
+    ):
+        if not fine:
+            raise UnsupportedKernelError(
+                f"the mosaic kernel of advance attention takes {rule}; got {value}; kernels = jax takes any"
+            )
+
+
+def _spans(block_tables: Int[Array, "rows blocks"], rows: AdvanceRows) -> tuple[Int[Array, "rows"], Int[Array, "rows"]]:
+    """Return the position of each row's first new token, and how many keys its pages hold for it (0: nothing to do)."""
+    index = jnp.arange(block_tables.shape[1], dtype=jnp.int32)[None]
+    owned = jnp.where(block_tables == NULL_PAGE, index, block_tables.shape[1]).min(axis=1) * CHUNK
+    start = rows.start()
+    return start, jnp.where(rows.num_new > 0, jnp.minimum(start + rows.num_new, owned), 0)
+
+
+def _attend_parts(
+    q: Float[Array, "rows Hkv queries D"],
+    k_pages: Float[Array, "pages block Hkv D"],
+    v_pages: Float[Array, "pages block Hkv D"],
+    block_tables: Int[Array, "rows blocks"],
+    start: Int[Array, "rows"],
+    num_keys: Int[Array, "rows"],
+    plan: Plan,
+) -> tuple[Float[Array, "rows Hkv parts queries D"], Float[Array, "rows Hkv parts queries"]]:
+    """Return each part's result, and the base-2 logarithm of its sum of weights; unset for parts not in use."""
+    tiles, (num_rows, kv_heads, queries, width) = plan.tiles, q.shape
+    lead, operand = (tiles.query_tiles, TILE_QUERIES), swizzled(q.dtype)
+    ring = Ring(
+        plgpu.SMEM((tiles.stages, CHUNK, width), q.dtype, transforms=operand),
+        plgpu.Barrier(num_barriers=tiles.stages),
+        plgpu.Barrier(num_arrivals=tiles.query_tiles, num_barriers=tiles.stages),
+    )
+
+    def paged_attention_advance(q, k_pages, v_pages, tables, start, num_keys, out, weight, q_tiles, k, v, *others):
+        out_tiles, weight_tiles, q_here, cleared = others
+        row, index, head, warpgroup = (lax.axis_index(name) for name in ("row", "part", "head", "warpgroup"))
+        first, count = run_of(index, num_pages(num_keys[row]), tiles)
+        part = Part(row=row, head=head, index=index, first=first, count=count, start=start[row], num_keys=num_keys[row])
+
+        @pl.when(count > 0)  # all warpgroups of a program leave together
+        def _run():
+            @pl.when(warpgroup == tiles.query_tiles)
+            def _load():
+                if tiles.query_tiles > 1:  # else each thread may have 255 registers
+                    plgpu.set_max_registers(tiles.load_registers, action="decrease")
+                load_pages(part, tables, ((k_pages, k), (v_pages, v)), tiles)
+
+            @pl.when(warpgroup < tiles.query_tiles)
+            def _attend():
+                if tiles.query_tiles > 1:
+                    plgpu.set_max_registers(tiles.attend_registers, action="increase")
+                kept = pl.ds(0, tiles.tile_queries)
+                queries = Queries(
+                    tile=q_tiles.at[warpgroup],
+                    first=warpgroup * tiles.tile_queries,
+                    clears=warpgroup == 0,
+                    cleared=cleared,
+                )
+                there = pl.ds(queries.first, tiles.tile_queries)
+                plgpu.copy_gmem_to_smem(q.at[row, head, there], queries.tile.at[kept], q_here.at[warpgroup])
+                plgpu.barrier_wait(q_here.at[warpgroup])
+                result, sums = attend_pages(part, queries, k, v, plan)
+                weight_tiles[warpgroup] = sums
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(weight_tiles.at[warpgroup, kept], weight.at[row, head, index, there])
+                for column in range(0, width, tiles.columns):
+                    columns = pl.ds(column, tiles.columns)
+                    out_tiles[warpgroup] = result[:, column : column + tiles.columns]
+                    plgpu.commit_smem()
+                    plgpu.copy_smem_to_gmem(out_tiles.at[warpgroup, kept], out.at[row, head, index, there, columns])
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the next columns take the same place
+
+    return plgpu.kernel(
+        paged_attention_advance,
+        out_type=(
+            jax.ShapeDtypeStruct((num_rows, kv_heads, tiles.parts, queries, width), jnp.float32),
+            jax.ShapeDtypeStruct((num_rows, kv_heads, tiles.parts, queries), jnp.float32),
+        ),
+        scratch_types=(
+            plgpu.SMEM((*lead, width), q.dtype, transforms=operand),
+            ring,
+            ring,
+            plgpu.SMEM((*lead, tiles.columns), jnp.float32, transforms=swizzled(jnp.float32)),
+            plgpu.SMEM(lead, jnp.float32),
+            plgpu.Barrier(num_barriers=tiles.query_tiles),
+            plgpu.Barrier(num_arrivals=tiles.query_tiles),
+        ),
+        grid=(num_rows, tiles.parts, kv_heads),  # programs of all heads run side by side, and share lines of memory
+        grid_names=("row", "part", "head"),
+        num_threads=tiles.query_tiles + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+        interpret=interpreter(plan.interpret),
+    )(q, k_pages, v_pages, block_tables, start, num_keys)
