@@ -1,0 +1,169 @@
+"""Time decode and verify attention over pages on a device, as a share of the bandwidth of a copy in the same run.
+
+    python -m benchmarks.kernels.attention
+
+Every case is checked first against the plain-JAX version, on rows of the same lengths but fewer of them; a case whose
+check fails has no time. Pages of a row lie in random order. The outputs of a call are the queries of the next one.
+"""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+
+from benchmarks.kernels.device_time import copy_bandwidth, time_calls
+from benchmarks.results_file import ResultRow, write_results
+from gdn_jax.kernels.anchors import AdvanceRows
+from gdn_jax.kernels.dispatch import Implementation
+from gdn_jax.kernels.numerics import CHUNK
+from gdn_jax.kernels.paged_attention import paged_attention_advance
+
+_LOG = logging.getLogger(__name__)
+_DTYPE = jnp.dtype("bfloat16")
+_TOLERANCE = 2.0**-6  # weights and outputs are rounded to 8 bits, and the two versions sum in another order
+_CHECKED_KEYS = 1 << 14  # of all rows together
+_CALLS = 4  # in the loop's body
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Rows of one length.
+
+    Attributes:
+        num_rows: rows.
+        context: keys of each row, those of its new tokens among them.
+        window: new tokens of each row.
+        query_heads: heads of the queries.
+        kv_heads: heads of keys and values.
+        width: of a head.
+    """
+
+    num_rows: int
+    context: int
+    window: int
+    query_heads: int = 16
+    kv_heads: int = 4
+    width: int = 256
+
+    @property
+    def name(self) -> str:
+        """The case's name in results."""
+        return f"attention/{self.query_heads}x{self.kv_heads}/B{self.num_rows}/ctx{self.context}/T{self.window}"
+
+    @property
+    def moved_bytes(self) -> int:
+        """The least bytes that a call moves: keys and values once, queries and outputs once."""
+        pages = 2 * self.context * self.kv_heads * self.width
+        return self.num_rows * (pages + 2 * self.window * self.query_heads * self.width) * _DTYPE.itemsize
+
+
+_SHAPES = ((1, 1024), (64, 1024), (64, 8192), (1, 8192), (1, 131072))  # rows, keys of each
+CASES = {
+    case.name: case
+    for case in (Case(num_rows=rows, context=context, window=window) for rows, context in _SHAPES for window in (1, 4))
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Command line.
+
+    Attributes:
+        output: where the results go.
+        cases: names of attention cases.
+        implementation: which kernels: mosaic, or jax for the plain ones.
+        repeats: timed runs.
+    """
+
+    output: Path = Path("benchmarks/results/kernels-attention.json")
+    cases: tuple[str, ...] = tuple(CASES)
+    implementation: Literal["mosaic", "jax"] = "mosaic"
+    repeats: int = 7
+
+
+_Carry = tuple[jax.Array, jax.Array, jax.Array]  # queries, pages of keys, pages of values
+Arguments = tuple[jax.Array, jax.Array, jax.Array, jax.Array, AdvanceRows]
+
+
+def draw(case: Case) -> Arguments:
+    """Draw queries, pages of keys and of values, block tables and rows, on the device."""
+    keys = iter(jax.random.split(jax.random.key(0), 3))
+    blocks = -(-case.context // CHUNK)
+    order = np.random.RandomState(0).permutation(case.num_rows * blocks).reshape(case.num_rows, blocks)
+    counts = jnp.full((case.num_rows,), case.window, jnp.int32)
+    nothing = jnp.zeros_like(counts)
+    rows = AdvanceRows(
+        read_slot=nothing,
+        write_slot=nothing,
+        save_slot=nothing,
+        save_at=nothing,
+        folded=jnp.full_like(counts, case.context - case.window),
+        num_replay=nothing,
+        num_new=counts,
+    )
+    queries = jax.random.normal(next(keys), (case.num_rows, case.window, case.query_heads, case.width), _DTYPE)
+    shape = (1 + case.num_rows * blocks, CHUNK, case.kv_heads, case.width)
+    k_pages, v_pages = (jax.random.normal(key, shape, _DTYPE) for key in keys)
+    return queries, k_pages, v_pages, jnp.asarray(1 + order, jnp.int32), rows
+
+
+def check(case: Case, implementation: Implementation) -> float:
+    """Return the error against plain JAX.
+
+    Raises:
+        SystemExit: it is above the tolerance, so that no time would mean anything.
+    """
+    small = replace(case, num_rows=max(1, min(case.num_rows, _CHECKED_KEYS // case.context)))
+    args = draw(small)
+    got, want = (
+        np.asarray(paged_attention_advance(*args, implementation=which), np.float64)
+        for which in (implementation, Implementation.JAX)
+    )
+    error = float(np.abs(got - want).max() / np.abs(want).max())
+    if not error <= _TOLERANCE:
+        raise SystemExit(f"{case.name}: attention must be right within {_TOLERANCE}; error {error}: no times")
+    return error
+
+
+def benchmark(case: Case, options: Options, bandwidth: float) -> Iterator[ResultRow]:
+    """Check, then time, one case."""
+    implementation = Implementation(options.implementation)
+    error = check(case, implementation)
+    queries, k_pages, v_pages, tables, rows = draw(case)
+
+    def call(carry: _Carry) -> _Carry:
+        return (paged_attention_advance(*carry, tables, rows, implementation=implementation), *carry[1:])
+
+    times = time_calls([call] * _CALLS, (queries, k_pages, v_pages), repeats=options.repeats)
+    row = partial(ResultRow, case=case.name, implementation=options.implementation, error=error)
+    yield row(metric="us", value=1e6 * times.median, unit="us")
+    yield row(metric="us p10", value=1e6 * times.p10, unit="us")
+    yield row(metric="us p90", value=1e6 * times.p90, unit="us")
+    yield row(metric="share of copy", value=case.moved_bytes / times.median / bandwidth, unit="ratio")
+
+
+def main() -> None:
+    """Run the benchmark and write its results."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    options = tyro.cli(Options, description=__doc__)
+    unknown = set(options.cases) - set(CASES)
+    if unknown:
+        raise SystemExit(f"--cases must name attention cases; got {sorted(unknown)}; there are {', '.join(CASES)}")
+    bandwidth = copy_bandwidth()
+    rows = [ResultRow(case="copy", metric="GB/s", value=bandwidth / 1e9, unit="GB/s", implementation="xla", error=None)]
+    for name in options.cases:
+        for row in benchmark(CASES[name], options, bandwidth):
+            _LOG.info("%s  %s  %s: %.4g %s", row.case, row.implementation, row.metric, row.value, row.unit)
+            rows.append(row)
+        write_results(options.output, "kernels-attention", rows)  # after every case: a run may be cut short
+
+
+if __name__ == "__main__":
+    main()
