@@ -51,8 +51,9 @@ check: setup  ## lint, format, types, import directions
 test: setup  ## the whole suite for the CPU
 	$(PYTHON_IN_VENV) $(PYTEST)
 
-test-newest:  ## kernels, golden values and one engine on the newest JAX
-	@scripts/setup.sh .venv-newest dev "$(JAX_NEWEST)"
+test-newest:  ## kernels, compiled ones too, golden values and one engine on the newest JAX
+	@scripts/setup.sh .venv-newest dev,compile "$(JAX_NEWEST)"
+	.venv-newest/bin/python -m pytest -q -m compile tests/compile
 	.venv-newest/bin/python $(PYTEST) $(ON_NEWEST)
 
 test-compile:  ## Pallas kernels compiled for an H200, without one: registers, spills, copies of a pool

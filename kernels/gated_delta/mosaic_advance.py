@@ -61,6 +61,7 @@ def gdn_advance(
             "queries": plgpu.SMEM((num_new, key_dim), dtype),
             "keys": plgpu.SMEM((num_new, key_dim), dtype),
             "values": plgpu.SMEM((num_new, value_rows), dtype),
+            "outputs": plgpu.SMEM((num_new, value_rows), dtype),
             "old_keys": plgpu.SMEM((num_replay, key_dim), dtype),
             "old_values": plgpu.SMEM((num_replay, value_rows), dtype),
             "loaded": plgpu.Barrier(num_arrivals=6),  # one for each of the six above
@@ -90,6 +91,7 @@ def _make_body(group: int, value_rows: int) -> Callable[..., None]:
         queries: Any,
         keys: Any,
         values: Any,
+        outputs: Any,
         old_keys: Any,
         old_values: Any,
         loaded: Any,
@@ -136,12 +138,11 @@ def _make_body(group: int, value_rows: int) -> Callable[..., None]:
             error = beta * (v - decay * _read(state, k))
             # S^T q after the update, from the state before it: nobody needs the state after the last token.
             output = decay * _read(state, query) + error * jnp.sum(k * query)
-            out[row, index, head, owned] = output.astype(out.dtype)
+            outputs[index] = output.astype(outputs.dtype)
             return lax.cond(index + 1 < num_new, lambda: _updated(state, decay, k, error), lambda: state)
 
         def leave_blank(index: Array, nothing: None) -> None:
-            zeros = jnp.zeros((value_rows,), out.dtype)
-            out[row, index, head, owned] = plgpu.layout_cast(zeros, layout.column)
+            outputs[index] = plgpu.layout_cast(jnp.zeros((value_rows,), outputs.dtype), layout.column)
 
         @pl.when((write_slot != NULL_SLOT) | (num_replay > 0) | (num_new > 0))  # a padding row moves nothing
         def _() -> None:
@@ -149,7 +150,10 @@ def _make_body(group: int, value_rows: int) -> Callable[..., None]:
             pl.when(write_slot != NULL_SLOT)(lambda: store(write_slot, state))
             lax.fori_loop(0, num_new, run, state)
 
-        lax.fori_loop(num_new, out.shape[1], leave_blank, None)
+        lax.fori_loop(num_new, outputs.shape[0], leave_blank, None)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(outputs, out.at[row, :, head, owned])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     return gdn_advance_body
 
