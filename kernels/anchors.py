@@ -89,7 +89,8 @@ class AdvanceRows:
     Attributes:
         read_slot: the state after `folded` tokens.
         write_slot: receives the state after `folded + num_replay` tokens.
-        save_slot: receives the state after `save_at` tokens iff `folded < save_at <= folded + num_replay`.
+        save_slot: receives the state after `save_at` tokens iff `folded < save_at <= folded + num_replay`; never the
+            row's own write slot.
         save_at: an absolute token count.
         folded: tokens that the state at `read_slot` holds.
         num_replay: tokens of the replay window to fold, 0..R.

@@ -3,6 +3,10 @@
 A *thread* of Pallas' Mosaic GPU is a warpgroup: 4 warps of 32 lanes. Without a GPU kernels are tried in an interpreter,
 under `plgpu.force_gpu_interpret_mode`; those that multiply out of registers, which the interpreter cannot, take an
 argument for it.
+
+Numbers that lie apart in global memory are loaded and stored by each thread of CUDA on its own, 128 times and without a
+barrier: what one stores another may not have loaded yet. Vectors are safe, since Mosaic puts a barrier before and after
+each of their stores (unless a kernel asks it not to).
 """
 
 from dataclasses import dataclass
@@ -17,15 +21,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
 SWIZZLE_BYTES = 128
-
-
-def interpreter(interpret: bool) -> plgpu.InterpretGPUParams | None:
-    """Return what `plgpu.kernel` takes as `interpret`: None to compile, else the interpreter, which looks for races.
-
-    The interpreter runs on the CPU and simulates shared memory, barriers and asynchronous copies. Memory that nothing
-    was written to holds NaN in it.
-    """
-    return plgpu.InterpretGPUParams(detect_races=True) if interpret else None
 
 
 def swizzled(dtype: DTypeLike) -> tuple[Any, ...]:  # of plgpu.Transform, which cannot be checked at run time

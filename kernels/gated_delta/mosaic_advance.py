@@ -99,7 +99,8 @@ def _make_body(group: int, value_rows: int) -> Callable[..., None]:
         row, head, part = (lax.axis_index(name) for name in ("row", "head", "part"))
         owned = pl.ds(part * value_rows, value_rows)
         read_slot, write_slot, save_slot = rows["read_slot"][row], rows["write_slot"][row], rows["save_slot"][row]
-        num_new, num_replay = rows["num_new"][row], rows["num_replay"][row]
+        num_new = jnp.clip(rows["num_new"][row], 0, outputs.shape[0])
+        num_replay = jnp.clip(rows["num_replay"][row], 0, old_keys.shape[0])
         save_after = (
             rows["save_at"][row] - rows["folded"][row]
         )  # replayed tokens; a value out of range is never reached

@@ -44,3 +44,13 @@ def check_advance(num_key: int, num_value: int, key_dim: int, value_dim: int, st
         raise UnsupportedKernelError(
             f"states must be one of {', '.join(STATE_DTYPES)} for Mosaic kernels; got {name}; {remedy}"
         )
+
+
+def check_mixer(num_key: int, num_value: int, key_dim: int, value_dim: int, state_dtype: jnp.dtype) -> None:
+    """Raise UnsupportedKernelError unless the Mosaic mixer, which the advance is part of, can run these sizes."""
+    check_advance(num_key, num_value, key_dim, value_dim, state_dtype)
+    if key_dim != value_dim:
+        raise UnsupportedKernelError(
+            f"keys and values must be of one width for the Mosaic mixer; got {key_dim} and {value_dim}; "
+            "ask for kernels='jax', which runs any size"
+        )

@@ -3,22 +3,42 @@
     u = conv(raw);  [q | k | v] = silu(u);  g = -exp(A_log) softplus(a + dt_bias);  beta = sigmoid(b)
     o = delta_rule(l2norm(q) dk^-0.5, l2norm(k), v, g, beta);  y = gated_norm(o, z)
 
-It is one operation so that it may be few launches: `plain.py` calls the single operations one after the other,
+It is one operation so that it may be few launches: `reference.py` calls the single operations one after the other, and
 `mosaic_advance.py` does all that comes before the delta rule in one kernel for Hopper GPUs.
 """
 
-from functools import partial
 from importlib import import_module
 
 from jaxtyping import Array, Float, Int
 
 from gdn_jax.kernels.anchors import AdvanceRows
 from gdn_jax.kernels.dispatch import Implementation
-from gdn_jax.kernels.gdn_mixer import plain
+from gdn_jax.kernels.gdn_mixer import plain, reference
 from gdn_jax.kernels.gdn_mixer.inputs import MixerTokens, MixerWeights
 from gdn_jax.kernels.gdn_mixer.state import RecurrentState, ReplayWindow
 
 __all__ = ["MixerTokens", "MixerWeights", "RecurrentState", "ReplayWindow", "gdn_mixer_advance"]
+
+
+def _mosaic_advance(
+    tokens: MixerTokens,
+    weights: MixerWeights,
+    rows: AdvanceRows,
+    lane: Int[Array, "rows"],
+    state: RecurrentState,
+    *,
+    eps: float,
+) -> tuple[Float[Array, "rows T Nv dv"], RecurrentState]:
+    # By name, and not at the top of the file: it brings Pallas, a second that only such a GPU need spend.
+    mosaic_advance = import_module("gdn_jax.kernels.gdn_mixer.mosaic_advance")
+    return mosaic_advance.gdn_mixer_advance(tokens, weights, rows, lane, state, eps=eps)
+
+
+_ADVANCE = {
+    Implementation.REFERENCE: reference.gdn_mixer_advance,
+    Implementation.JAX: plain.gdn_mixer_advance,
+    Implementation.MOSAIC: _mosaic_advance,
+}
 
 
 def gdn_mixer_advance(
@@ -43,11 +63,6 @@ def gdn_mixer_advance(
         implementation: which version computes it.
 
     Returns:
-        Outputs in the dtype of the tokens; the state.
+        Outputs in the dtype of the tokens, anything for a token that is not new; the state.
     """
-    if implementation == Implementation.MOSAIC:
-        # By name, and not at the top of the file: it brings Pallas, a second that only such a GPU need spend.
-        run = import_module("gdn_jax.kernels.gdn_mixer.mosaic_advance").gdn_mixer_advance
-    else:
-        run = partial(plain.gdn_mixer_advance, implementation=implementation)
-    return run(tokens, weights, rows, lane, state, eps=eps)
+    return _ADVANCE[implementation](tokens, weights, rows, lane, state, eps=eps)

@@ -3,10 +3,11 @@
 `advance_inputs` moves convolution windows along the anchors, convolves, normalises, forms the gates of the new tokens,
 hands out what each row replays, and keeps the new tokens as the next replay window. One program owns a few heads of q,
 of k or of v for one row of the batch, from slots and windows to outputs, so that nobody else reads what it overwrites.
-All it loads is asked for before any of it is used.
+All it loads is asked for before any of it is stored.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -17,11 +18,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from gdn_jax.kernels.anchors import NULL_SLOT, AdvanceRows
-from gdn_jax.kernels.dispatch import UnsupportedKernelError
 from gdn_jax.kernels.gated_delta import DeltaInputs
 from gdn_jax.kernels.gated_delta.inputs import L2_EPS
 from gdn_jax.kernels.gated_delta.mosaic_advance import gdn_advance
-from gdn_jax.kernels.gated_delta.tiles import check_advance
+from gdn_jax.kernels.gated_delta.tiles import check_mixer
 from gdn_jax.kernels.gated_rms_norm import gated_rms_norm
 from gdn_jax.kernels.gdn_mixer.inputs import MixerTokens, MixerWeights
 from gdn_jax.kernels.gdn_mixer.state import RecurrentState, ReplayWindow
@@ -40,15 +40,15 @@ def gdn_mixer_advance(
     """Fold replay windows and run new tokens; as `gdn_mixer.gdn_mixer_advance`, which says what the arguments mean.
 
     Raises:
-        UnsupportedKernelError: keys and values differ in width, or are of a width that `check_advance` refuses.
+        UnsupportedKernelError: for what `check_mixer` refuses.
+        ValueError: there are more new tokens than a replay window holds.
     """
     num_key, key_dim = state.replay.delta.k.shape[2:]
     num_value, value_dim = state.recurrent.shape[1:3]
-    check_advance(num_key, num_value, key_dim, value_dim, state.recurrent.dtype)
-    if key_dim != value_dim:
-        raise UnsupportedKernelError(
-            f"keys and values must be of one width for the Mosaic mixer; got {key_dim} and {value_dim}; "
-            "ask for kernels='jax'"
+    check_mixer(num_key, num_value, key_dim, value_dim, state.recurrent.dtype)
+    if tokens.a.shape[1] > state.replay.conv.shape[1]:
+        raise ValueError(
+            f"a replay window must hold all new tokens; got {tokens.a.shape[1]} for one of {state.replay.conv.shape[1]}"
         )
     q, new, replay, conv, kept = advance_inputs(tokens, weights, rows, lane, state)
     out, recurrent = gdn_advance(q, new, replay, rows, state.recurrent)
@@ -101,6 +101,14 @@ def advance_inputs(
     return q, DeltaInputs(**new), DeltaInputs(**replay), slots, ReplayWindow(conv=raw, delta=DeltaInputs(**kept))
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Gates:
+    """(g, beta) of one head: of the tokens that the row replays, and of its new ones."""
+
+    replayed: list[tuple[Array, Array]]
+    new: list[tuple[Array, Array]]
+
+
 def _make_body(layout: HeadsOverWarps, key_parts: int) -> Callable[..., None]:
     """Return the program for parts of `layout.num_heads` heads, of which q and k have `key_parts` each."""
     at_once, shape = layout.num_heads, (layout.num_heads, layout.width)
@@ -119,7 +127,8 @@ def _make_body(layout: HeadsOverWarps, key_parts: int) -> Callable[..., None]:
         num_new, num_replay, num_taps = q.shape[1], replay["k"].shape[1], weights["taps"].shape[0]
         heads, lane = pl.ds(part * at_once, at_once), lanes[row]
         read_slot, write_slot, save_slot = rows["read_slot"][row], rows["write_slot"][row], rows["save_slot"][row]
-        folded, save_after = rows["num_replay"][row], rows["save_at"][row] - rows["folded"][row]
+        folded = jnp.clip(rows["num_replay"][row], 0, num_replay)
+        save_after = rows["save_at"][row] - rows["folded"][row]
 
         def history(index: Array) -> Array:
             """Return the raw input `index` places after the first one of the slot's window."""
@@ -133,33 +142,42 @@ def _make_body(layout: HeadsOverWarps, key_parts: int) -> Callable[..., None]:
             for place, entry in enumerate(window):
                 kept["slots"][slot, place, heads] = entry.astype(kept["slots"].dtype)
 
-        def hand_over(name: str, first_head: Array, values: list[Array]) -> None:
-            """Hand out what a row replays of k or v, then keep the new tokens in its place."""
-            owned = pl.ds(first_head, at_once)
-            replayed = [layout.load(kept[name].at[lane, j, owned]) for j in range(num_replay)]
+        def hand_over(name: str, owned: Any, replayed: list[Array], values: list[Array]) -> None:
+            """Hand out what a row replays of k or v, and keep the new tokens in its place."""
             for j, old in enumerate(replayed):
                 replay[name][row, j, owned] = old.astype(replay[name].dtype)
             for t, value in enumerate(values):
                 new[name][row, t, owned] = value.astype(new[name].dtype)
                 kept[name][lane, t, owned] = value.astype(kept[name].dtype)
 
-        def hand_over_gates(head: Array) -> None:
-            replayed = [(kept["g"][lane, j, head], kept["beta"][lane, j, head]) for j in range(num_replay)]
-            a_log, dt_bias = weights["a_log"][head], weights["dt_bias"][head]
-            rate = -jnp.exp(a_log)
-            for j, gates in enumerate(replayed):
-                replay["g"][row, j, head], replay["beta"][row, j, head] = gates
-            for t in range(num_new):
-                a, b = (tokens[name][row, t, head].astype(jnp.float32) for name in ("a", "b"))
-                g, beta = rate * _softplus(a + dt_bias), _sigmoid(b)
+        def hand_over_gates(head: Array, gates: _Gates) -> None:
+            for j, (g, beta) in enumerate(gates.replayed):
+                replay["g"][row, j, head], replay["beta"][row, j, head] = g, beta
+            for t, (g, beta) in enumerate(gates.new):
                 new["g"][row, t, head], new["beta"][row, t, head] = g, beta
                 kept["g"][lane, t, head], kept["beta"][lane, t, head] = g, beta
 
-        def run() -> None:
+        def gates_of(head: Array) -> _Gates:
+            rate, bias = -jnp.exp(weights["a_log"][head]), weights["dt_bias"][head]
+            a, b = ([tokens[name][row, t, head].astype(jnp.float32) for t in range(num_new)] for name in ("a", "b"))
+            return _Gates(
+                replayed=[(kept["g"][lane, j, head], kept["beta"][lane, j, head]) for j in range(num_replay)],
+                new=[(rate * _softplus(a[t] + bias), _sigmoid(b[t])) for t in range(num_new)],
+            )
+
+        def run(name: str, first_part: int) -> None:
+            first_head = (part - first_part) * at_once  # among the heads of its kind
+            owned = pl.ds(first_head, at_once)
+            # All loads come before the first store. What a vector store writes, all threads have read before: it waits
+            # for them. A scalar is loaded and stored by each thread on its own, and one that lags would read new gates.
+            own = [first_head + head for head in range(at_once)] if name == "v" else []
+            gates = [gates_of(head) for head in own]
             taps = [layout.load(weights["taps"].at[j, heads]) for j in range(num_taps)]
             raw = [layout.load(tokens["raw"].at[row, t, heads]) for t in range(num_new)]
             window = [history(folded + place) for place in range(num_taps - 1)]
             saved = [history(jnp.clip(save_after, 0, num_replay) + place) for place in range(num_taps - 1)]
+            replayed = [layout.load(kept[name].at[lane, j, owned]) for j in range(num_replay if name != "q" else 0)]
+
             is_saved = (save_slot != NULL_SLOT) & (save_after > 0) & (save_after <= folded)
             pl.when(is_saved)(lambda: move_window(save_slot, saved))
             pl.when(write_slot != NULL_SLOT)(lambda: move_window(write_slot, window))
@@ -168,24 +186,19 @@ def _make_body(layout: HeadsOverWarps, key_parts: int) -> Callable[..., None]:
 
             inputs = [*window, *raw]
             mixed = [_convolve(inputs[t : t + num_taps], taps).astype(q.dtype) for t in range(num_new)]
-
-            @pl.when(part < key_parts)
-            def _() -> None:
+            if name == "q":
                 for t, query in enumerate(mixed):
-                    q[row, t, heads] = _normalized(query, layout.width**-0.5).astype(q.dtype)
+                    q[row, t, owned] = _normalized(query, layout.width**-0.5).astype(q.dtype)
+                return
+            hand_over(name, owned, replayed, mixed if name == "v" else [_normalized(key, 1.0) for key in mixed])
+            for head, of_head in zip(own, gates, strict=True):
+                hand_over_gates(head, of_head)
 
-            @pl.when((part >= key_parts) & (part < 2 * key_parts))
-            def _() -> None:
-                hand_over("k", (part - key_parts) * at_once, [_normalized(key, 1.0) for key in mixed])
-
-            @pl.when(part >= 2 * key_parts)
-            def _() -> None:
-                first_head = (part - 2 * key_parts) * at_once
-                hand_over("v", first_head, mixed)
-                for head in range(at_once):
-                    hand_over_gates(first_head + head)
-
-        pl.when(lane < kept["raw"].shape[0])(run)
+        @pl.when(lane < kept["raw"].shape[0])
+        def _() -> None:
+            pl.when(part < key_parts)(lambda: run("q", 0))
+            pl.when((part >= key_parts) & (part < 2 * key_parts))(lambda: run("k", key_parts))
+            pl.when(part >= 2 * key_parts)(lambda: run("v", 2 * key_parts))
 
     return gdn_advance_inputs_body
 

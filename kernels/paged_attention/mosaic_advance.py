@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from gdn_jax.kernels.anchors import AdvanceRows
 from gdn_jax.kernels.dispatch import UnsupportedKernelError
-from gdn_jax.kernels.mosaic import interpreter, swizzled
+from gdn_jax.kernels.mosaic import swizzled
 from gdn_jax.kernels.numerics import CHUNK
 from gdn_jax.kernels.paged_attention.mosaic_combine import combine_parts
 from gdn_jax.kernels.paged_attention.mosaic_pages import Part, Plan, Queries, Ring, attend_pages, load_pages
@@ -25,13 +25,12 @@ from gdn_jax.kernels.paged_attention.pages import NULL_PAGE
 from gdn_jax.kernels.paged_attention.tiles import (
     TILE_QUERIES,
     AdvanceTiles,
+    check_advance,
+    check_dtype,
     choose_advance_tiles,
     num_pages,
     run_of,
 )
-
-WIDTHS = (64, 128, 256)
-MAX_QUERIES = 2 * TILE_QUERIES  # of one row and KV head; three tiles would leave room for one page in shared memory
 
 
 def paged_attention_advance(
@@ -55,16 +54,23 @@ def paged_attention_advance(
         rows: the rows.
         first_key: keys before this position are masked.
         tiles: sizes; chosen for the shapes if not given.
-        interpret: run in the interpreter on the CPU, which also takes float32.
+        interpret: whether this is traced for the interpreter, which also takes float32.
 
     Raises:
-        UnsupportedKernelError: the kernel cannot do this width, dtype, block size or number of queries.
+        UnsupportedKernelError: for what `check_dtype` and `check_advance` refuse.
     """
     num_rows, window, query_heads, width = q.shape
     kv_heads = k_pages.shape[2]
     group = query_heads // kv_heads
     queries = window * group
-    _check(q, k_pages, v_pages, queries, interpret=interpret)
+    if len({q.dtype, k_pages.dtype, v_pages.dtype}) > 1:
+        raise UnsupportedKernelError(
+            f"queries and pages must be of one dtype for the Mosaic attention; got {q.dtype}, {k_pages.dtype} and "
+            f"{v_pages.dtype}; ask for kernels='jax'"
+        )
+    if not interpret:  # which runs float32 too
+        check_dtype(q.dtype)
+    check_advance(width=width, block_size=k_pages.shape[1], queries=queries)
     tiles = tiles or choose_advance_tiles(
         rows=num_rows,
         blocks=block_tables.shape[1],
@@ -79,28 +85,9 @@ def paged_attention_advance(
     packed = jnp.pad(packed, ((0, 0), (0, 0), (0, tiles.query_tiles * tiles.tile_queries - queries), (0, 0)))
     plan = Plan(group=group, first_key=first_key, tiles=tiles, interpret=interpret)
     parts = _attend_parts(packed, k_pages, v_pages, block_tables, start, num_keys, plan)
-    out = combine_parts(*parts, num_keys, rows.num_new, group, q.dtype, tiles, interpret=interpret)
+    out = combine_parts(*parts, num_keys, rows.num_new, group, q.dtype, tiles)
     out = out[:, :, :queries].reshape(num_rows, kv_heads, window, group, width)
     return out.swapaxes(1, 2).reshape(q.shape)
-
-
-def _check(q: Array, k_pages: Array, v_pages: Array, queries: int, *, interpret: bool) -> None:
-    dtypes, width, block = [array.dtype for array in (q, k_pages, v_pages)], q.shape[-1], k_pages.shape[1]
-    allowed = [jnp.bfloat16, jnp.float16, *([jnp.float32] if interpret else [])]
-    for fine, rule, value in (
-        (
-            dtypes[0] in allowed and len(set(dtypes)) == 1,
-            "queries and pages of one dtype, bfloat16 or float16",
-            ", ".join(map(str, dtypes)),
-        ),
-        (width in WIDTHS, f"heads of width {', '.join(map(str, WIDTHS))}", width),
-        (block == CHUNK, f"pages of {CHUNK} tokens", block),
-        (queries <= MAX_QUERIES, f"up to {MAX_QUERIES} queries of a row that read one KV head", queries),
-    ):
-        if not fine:
-            raise UnsupportedKernelError(
-                f"the mosaic kernel of advance attention takes {rule}; got {value}; kernels = jax takes any"
-            )
 
 
 def _spans(block_tables: Int[Array, "rows blocks"], rows: AdvanceRows) -> tuple[Int[Array, "rows"], Int[Array, "rows"]]:
@@ -188,5 +175,4 @@ def _attend_parts(
         num_threads=tiles.query_tiles + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
-        interpret=interpreter(plan.interpret),
     )(q, k_pages, v_pages, block_tables, start, num_keys)

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from gdn_jax.kernels.mosaic import interpreter, swizzled
+from gdn_jax.kernels.mosaic import swizzled
 from gdn_jax.kernels.paged_attention.mosaic_pages import LOWEST
 from gdn_jax.kernels.paged_attention.tiles import TILE_QUERIES, AdvanceTiles, num_pages, split
 
@@ -28,8 +28,6 @@ def combine_parts(
     group: int,
     dtype: jnp.dtype,
     tiles: AdvanceTiles,
-    *,
-    interpret: bool,
 ) -> Float[Array, "rows Hkv queries D"]:
     """Weigh the parts of each row.
 
@@ -41,7 +39,6 @@ def combine_parts(
         group: queries of one token that read the same KV head.
         dtype: what the result is rounded to.
         tiles: sizes, as the parts were made with.
-        interpret: run in the interpreter on the CPU.
     """
     num_rows, kv_heads, _, queries, width = parts.shape
     shape, stages = (TILE_QUERIES, tiles.columns), min(tiles.parts, tiles.combine_stages)
@@ -107,5 +104,4 @@ def combine_parts(
         grid=(num_rows, kv_heads, tiles.query_tiles, width // tiles.columns),
         grid_names=("row", "head", "tile", "column"),
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
-        interpret=interpreter(interpret),
     )(parts, weight, num_keys, num_new)

@@ -10,9 +10,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
+from gdn_jax.kernels.dispatch import UnsupportedKernelError
 from gdn_jax.kernels.numerics import CHUNK
 
 TILE_QUERIES = 64  # queries of one tensor-core product: a warpgroup multiplies 64 rows whether they are used or not
+WIDTHS = (64, 128, 256)  # of a head
+MAX_QUERIES = 2 * TILE_QUERIES  # of one row and KV head; three tiles would leave room for one page in shared memory
 SHARED_BYTES = 227 * 1024  # shared memory that one program may have on Hopper
 _OTHER_BYTES = 2048  # of it, for barriers and alignment
 _PROGRAMS = 132  # programs that run at once on an H200, one on each of its multiprocessors
@@ -42,6 +45,32 @@ class AdvanceTiles:
             raise ValueError(f"tile_queries must be a multiple of 8 up to {TILE_QUERIES}; got {self.tile_queries}")
         if min(self.query_tiles, self.stages, self.parts, self.least_pages, self.combine_stages) < 1:
             raise ValueError(f"tiles, stages, parts and pages of a part must be at least 1; got {self}")
+
+
+def check_dtype(dtype: jnp.dtype) -> None:
+    """Raise UnsupportedKernelError unless tensor cores multiply this dtype as attention needs it."""
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        raise UnsupportedKernelError(
+            f"queries and pages must be bfloat16 or float16 for the Mosaic attention; got {dtype}; "
+            "ask for kernels='jax'"
+        )
+
+
+def check_advance(*, width: int, block_size: int, queries: int) -> None:
+    """Raise UnsupportedKernelError unless the Mosaic kernel can run these sizes.
+
+    Args:
+        width: of a head.
+        block_size: tokens of a page.
+        queries: queries of one row that read the same KV head: tokens of the window times heads of the group.
+    """
+    for fits, rule, value in (
+        (width in WIDTHS, f"heads must be {', '.join(map(str, WIDTHS))} wide", width),
+        (block_size == CHUNK, f"pages must hold {CHUNK} tokens", block_size),
+        (queries <= MAX_QUERIES, f"queries of a row that read one KV head must be at most {MAX_QUERIES}", queries),
+    ):
+        if not fits:
+            raise UnsupportedKernelError(f"{rule} for the Mosaic attention; got {value}; ask for kernels='jax'")
 
 
 def choose_advance_tiles(

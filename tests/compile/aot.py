@@ -1,6 +1,6 @@
 """Compile a function for an NVIDIA H200 on a machine that has no GPU, and report what the compiler made of it.
 
-Needs some wheels of the extra `gpu` (the CUDA plugin, nvcc and nvvm), no driver and no card. A test that uses this
+Needs the extra `compile` (the CUDA plugin, nvcc and nvvm), no driver and no card. A test that uses this
 carries the mark `compile`. The target is described to XLA by `h200.txtpb`, a GpuTargetConfig in text form.
 """
 

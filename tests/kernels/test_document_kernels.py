@@ -18,7 +18,7 @@ LENGTHS = (
 TOKENS, KEY_HEADS, VALUE_HEADS, WIDTH = 150, 2, 4, 16
 DOCUMENT = np.stack([np.repeat(np.arange(len(row)), row) for row in LENGTHS]).astype(np.int32)
 IS_FIRST = np.diff(DOCUMENT, axis=1, prepend=-1) != 0
-EVERY = pytest.mark.parametrize("implementation", [Implementation.REFERENCE, Implementation.JAX])
+IN_JAX = pytest.mark.parametrize("implementation", [Implementation.REFERENCE, Implementation.JAX])
 RNG = np.random.RandomState(0)
 
 
@@ -52,7 +52,7 @@ def test_the_chunked_rule_equals_token_by_token() -> None:
     np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
 
 
-@EVERY
+@IN_JAX
 def test_a_document_knows_nothing_of_those_before_it(implementation: Implementation) -> None:
     # What stands before each document is made huge, and must not show.
     for row, start, end in spans()[1:]:
@@ -77,7 +77,7 @@ def test_gradients_equal_those_of_the_reference() -> None:
     assert not np.any(np.asarray(got[1].g)[IS_FIRST])  # a document's first decay has nothing to act on
 
 
-@EVERY
+@IN_JAX
 def test_the_convolution_of_a_document_is_that_of_the_document_alone(implementation: Implementation) -> None:
     got = np.asarray(causal_conv1d_forward(X, TAPS, jnp.asarray(DOCUMENT), implementation=implementation))
     for row, start, end in spans():

@@ -18,7 +18,7 @@ from gdn_jax.kernels.gated_delta import DeltaInputs, gdn_advance, gdn_prefill
 from gdn_jax.kernels.gated_delta.inputs import l2_normalize
 
 TOLERANCE = 1e-4
-EVERY = pytest.mark.parametrize("implementation", [Implementation.REFERENCE, Implementation.JAX])
+IN_JAX = pytest.mark.parametrize("implementation", [Implementation.REFERENCE, Implementation.JAX])
 CASES = (
     "len1",
     "len2",
@@ -140,20 +140,20 @@ def check_packed(case: Golden, lengths: np.ndarray, implementation: Implementati
     assert_close(np.asarray(pool)[slot, :own_heads].swapaxes(-1, -2), case["hT"])
 
 
-@EVERY
+@IN_JAX
 @pytest.mark.parametrize("name", CASES)
 def test_prefill_equals_recorded_values(golden_folder: Path, name: str, implementation: Implementation) -> None:
     case = Golden(golden_folder, f"gdr.{name}.")
     check_packed(case, np.full(case["g"].shape[0], case["g"].shape[1]), implementation)
 
 
-@EVERY
+@IN_JAX
 def test_packed_sequences_equal_recorded_values(golden_folder: Path, implementation: Implementation) -> None:
     case = Golden(golden_folder, "varlen.varlen.")
     check_packed(case, np.diff(case["cu_seqlens"]), implementation)
 
 
-@EVERY
+@IN_JAX
 @pytest.mark.parametrize("num_replay", [0, 1, 3, 4])
 def test_advance_equals_recorded_values_for_every_split_into_replay_and_new_tokens(
     golden_folder: Path, num_replay: int, implementation: Implementation

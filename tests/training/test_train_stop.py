@@ -18,6 +18,15 @@ def test_a_signal_is_noted_and_handlers_come_back(number):
     assert signal.getsignal(number) is before
 
 
+@pytest.fixture
+def usual_interrupts():
+    """A background job of a shell may ignore interrupts; a program in the foreground does not."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("usual_interrupts")
 def test_a_second_interrupt_is_not_held_back():
     with StopSignal():
         signal.raise_signal(signal.SIGINT)
