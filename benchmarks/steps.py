@@ -41,6 +41,7 @@ from gdn_jax.weights import dummy_weights
 _LOG = logging.getLogger(__name__)
 _PROFILED_STEPS = 3
 _ROUNDS = 5  # of queued steps
+_STATE_INTERVAL = 512  # the engine's default
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,12 +84,12 @@ class Model:
         )
         self.static, self.params = split_model(model, num_valid_tokens=self.config.vocab_size, num_top=20)
 
-    def sequences(self, batch: int, num_tokens: int) -> tuple[DeviceState, np.ndarray]:
-        """Return pools for a batch of sequences of so many tokens, and the sequences' block tables."""
+    def sequences(self, batch: int, num_tokens: int, num_exports: int = 0) -> tuple[DeviceState, np.ndarray]:
+        """Return pools for a batch of sequences and some exported states, and the sequences' block tables."""
         blocks = num_tokens // CHUNK + 1
         sizes = PoolSizes(
             num_blocks=1 + batch * blocks,
-            num_slots=1 + batch,
+            num_slots=1 + batch + num_exports,
             num_lanes=batch,
             window=1,
             block_size=CHUNK,
@@ -130,8 +131,11 @@ def decode_step(model: Model, batch: int, context: int) -> tuple[Step, DeviceSta
 
 
 def prefill_of(model: Model, num_tokens: int) -> tuple[Step, DeviceState]:
-    """Return a step that runs a whole prompt, with states exported as mode "all" does, and the state it starts from."""
-    state, tables = model.sequences(1, num_tokens)
+    """Return a step that runs a whole prompt and exports states as mode "all" does, and the state it starts from."""
+    boundaries = np.arange(1, num_tokens // CHUNK + 1) * CHUNK
+    is_export = boundaries % _STATE_INTERVAL == 0
+    exports = np.where(is_export, 1 + np.cumsum(is_export), NULL_SLOT).astype(np.int32)
+    state, tables = model.sequences(1, num_tokens, int(is_export.sum()))
     one = np.ones((1,), np.int32)
     rows = PrefillRows(
         offset=0 * one,
@@ -139,7 +143,7 @@ def prefill_of(model: Model, num_tokens: int) -> tuple[Step, DeviceState]:
         start=0 * one,
         read_slot=NULL_SLOT * one,
         write_slot=one,
-        export_slot=np.zeros((1, num_tokens // CHUNK), np.int32),
+        export_slot=exports[None],
     )
     ids = np.arange(num_tokens, dtype=np.int32) % model.config.vocab_size
     inputs = PrefillBatch(token_ids=ids, rows=rows, block_tables=tables)

@@ -3,13 +3,13 @@
     python -m benchmarks.kernels.advance
 
 Every case is checked first, against a float64 recurrence over some of its rows; a case whose check fails has no time.
-Where flash-linear-attention is installed, its fused recurrence runs on the same shapes. States are updated in place in
-slots that change from call to call. `us` is the whole time of a call, `us net` that less the time of a kernel that does
-nothing, in the same loop.
+Where flash-linear-attention is installed, its fused recurrence runs the same new tokens on states that change from call
+to call, as ours do in their slots; it replays nothing, where ours folds as many tokens as it runs. `us` is the whole
+time of a call, `us net` that less the time of a kernel that does nothing, in the same loop.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from benchmarks.kernels.device_time import Times, copy_bandwidth, time_calls
+from benchmarks.kernels.device_time import Times, copy_bandwidth, relative_error, time_calls, time_rows
 from benchmarks.kernels.peers import has_fla, time_fla_advance
 from benchmarks.results_file import ResultRow, write_results
 from gdn_jax.kernels.anchors import NULL_SLOT, AdvanceRows
@@ -129,7 +129,7 @@ def check(case: AdvanceCase, args: AdvanceArguments, implementation: Implementat
     _, want = run_float64(states, {**new, "q": args.q[:checked]})
     advance = jax.jit(partial(gdn_advance, implementation=implementation), donate_argnums=4)
     outputs, pool = advance(*vars(args).values())
-    state_error, output_error = _error(pool[1 : 1 + checked], states), _error(outputs[:checked], want)
+    state_error, output_error = relative_error(pool[1 : 1 + checked], states), relative_error(outputs[:checked], want)
     limits = _STATE_TOLERANCES[case.state_dtype], _OUTPUT_TOLERANCES[case.dtype]
     if not (state_error <= limits[0] and output_error <= limits[1]):
         raise SystemExit(
@@ -161,22 +161,15 @@ def run_float64(states: np.ndarray, tokens: dict[str, jax.Array]) -> tuple[np.nd
     return states, outputs
 
 
-def _error(got: jax.Array | np.ndarray, want: np.ndarray) -> float:
-    return float(np.abs(np.asarray(got, np.float64) - want).max() / np.abs(want).max())
-
-
 def time_case(case: AdvanceCase, args: AdvanceArguments, implementation: Implementation, repeats: int) -> Times:
     """Time a case in slots that change from call to call."""
 
-    def call(rows: AdvanceRows) -> Callable[[_Carry], _Carry]:
-        def advance(carry: _Carry) -> _Carry:
-            new = replace(args.new, v=carry[0])  # what the call before put out, so that all of each call is needed
-            return gdn_advance(args.q, new, args.replay, rows, carry[1], implementation=implementation)
+    def call(carry: _Carry, rows: AdvanceRows) -> _Carry:
+        new = replace(args.new, v=carry[0])  # what the call before put out, so that all of each call is needed
+        return gdn_advance(args.q, new, args.replay, rows, carry[1], implementation=implementation)
 
-        return advance
-
-    calls = [call(rows_at(case, 1 + i * case.num_rows)) for i in range(num_calls(case))]
-    return time_calls(calls, (args.new.v, args.pool), repeats=repeats)
+    rows = [rows_at(case, 1 + i * case.num_rows) for i in range(num_calls(case))]
+    return time_calls(call, (args.new.v, args.pool), rows, repeats=repeats)
 
 
 def time_nothing(repeats: int) -> Times:
@@ -185,13 +178,13 @@ def time_nothing(repeats: int) -> Times:
     args = draw(case, 2)
     nothing = jax.tree.map(jnp.zeros_like, args.rows)
 
-    def call(pool: jax.Array) -> jax.Array:
-        return gdn_advance(args.q, args.new, args.replay, nothing, pool, implementation=Implementation.MOSAIC)[1]
+    def call(pool: jax.Array, rows: AdvanceRows) -> jax.Array:
+        return gdn_advance(args.q, args.new, args.replay, rows, pool, implementation=Implementation.MOSAIC)[1]
 
-    return time_calls([call] * 16, args.pool, repeats=repeats)
+    return time_calls(call, args.pool, [nothing] * 16, repeats=repeats)
 
 
-def benchmark(case: AdvanceCase, options: Options, *, bandwidth: float, empty: float) -> Iterator[ResultRow]:
+def benchmark(case: AdvanceCase, options: Options, *, bandwidth: float, empty: float | None) -> Iterator[ResultRow]:
     """Check, then time, one case; yields times, the share of the copy's bandwidth, and a peer's time."""
     num_slots = 1 + num_calls(case) * case.num_rows
     implementation = Implementation(options.implementation)
@@ -200,28 +193,25 @@ def benchmark(case: AdvanceCase, options: Options, *, bandwidth: float, empty: f
     peer = _benchmark_fla(case, args, options.repeats) if has_fla() and case.state_dtype == "float32" else ()
     times = time_case(case, args, implementation, options.repeats)
     row = partial(ResultRow, case=case.name, implementation=options.implementation, error=error)
-    yield row(metric="us", value=1e6 * times.median, unit="us")
-    yield row(metric="us p10", value=1e6 * times.p10, unit="us")
-    yield row(metric="us p90", value=1e6 * times.p90, unit="us")
-    yield row(metric="us net", value=1e6 * (times.median - empty), unit="us")
+    yield from time_rows(case.name, options.implementation, error, times)
+    if empty is not None:
+        yield row(metric="us net", value=1e6 * (times.median - empty), unit="us")
     yield row(metric="share of copy", value=moved_bytes(case) / times.median / bandwidth, unit="ratio")
     yield from peer
 
 
 def _benchmark_fla(case: AdvanceCase, args: AdvanceArguments, repeats: int) -> Sequence[ResultRow]:
     """Check and time flash-linear-attention on a case's new tokens; empty where its check fails."""
-    states = args.pool[1 : 1 + case.num_rows]
-    arrays = {"q": args.q, **vars(args.new), "state": jnp.swapaxes(states, -1, -2)}
+    states = args.pool[1:].reshape(num_calls(case), case.num_rows, *args.pool.shape[1:])
+    arrays = {"q": args.q, **vars(args.new), "states": jnp.swapaxes(states, -1, -2)}
     times, outputs = time_fla_advance({name: np.asarray(x, np.float32) for name, x in arrays.items()}, repeats=repeats)
     checked = slice(min(_CHECKED_ROWS, case.num_rows))
     tokens = {"q": args.q[checked], **{name: x[checked] for name, x in vars(args.new).items()}}
-    error = _error(outputs[checked], run_float64(np.asarray(states[checked], np.float64), tokens)[1])
+    error = relative_error(outputs[checked], run_float64(np.asarray(states[0][checked], np.float64), tokens)[1])
     if not error <= _OUTPUT_TOLERANCES["bfloat16"]:
         _LOG.warning("%s: the error of flash-linear-attention is %g: no time", case.name, error)
         return ()
-    return (
-        ResultRow(case=case.name, metric="us", value=1e6 * times.median, unit="us", implementation="fla", error=error),
-    )
+    return time_rows(case.name, "fla", error, times)
 
 
 def main() -> None:
@@ -233,11 +223,12 @@ def main() -> None:
     if unknown:
         raise SystemExit(f"--cases must name advance cases; got {sorted(unknown)}; there are {', '.join(known)}")
     bandwidth = copy_bandwidth()
-    empty = time_nothing(options.repeats).median if options.implementation == "mosaic" else 0.0
-    rows = [
-        ResultRow(case="copy", metric="GB/s", value=bandwidth / 1e9, unit="GB/s", implementation="xla", error=None),
-        ResultRow(case="empty", metric="us", value=1e6 * empty, unit="us", implementation="mosaic", error=None),
-    ]
+    rows = [ResultRow(case="copy", metric="GB/s", value=bandwidth / 1e9, unit="GB/s", implementation="xla", error=None)]
+    empty = None
+    if options.implementation == "mosaic":
+        nothing = time_nothing(options.repeats)
+        rows += time_rows("empty", "mosaic", None, nothing)
+        empty = nothing.median
     for name in options.cases:
         for row in benchmark(known[name], options, bandwidth=bandwidth, empty=empty):
             _LOG.info(

@@ -2,8 +2,8 @@
 
     python -m benchmarks.kernels.attention
 
-Every case is checked first against the plain-JAX version, on rows of the same lengths but fewer of them; a case whose
-check fails has no time. Pages of a row lie in random order. The outputs of a call are the queries of the next one.
+Every case is checked first against the reference, on rows of the same lengths but fewer of them; a case whose check
+fails has no time. Pages of a row lie in random order. The outputs of a call are the queries of the next one.
 """
 
 import logging
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from benchmarks.kernels.device_time import copy_bandwidth, time_calls
+from benchmarks.kernels.device_time import copy_bandwidth, relative_error, time_calls, time_rows
 from benchmarks.results_file import ResultRow, write_results
 from gdn_jax.kernels.anchors import AdvanceRows
 from gdn_jax.kernels.dispatch import Implementation
@@ -115,7 +115,7 @@ def draw(case: Case) -> Arguments:
 
 
 def check(case: Case, implementation: Implementation) -> float:
-    """Return the error against plain JAX.
+    """Return the error against the reference.
 
     Raises:
         SystemExit: it is above the tolerance, so that no time would mean anything.
@@ -123,10 +123,9 @@ def check(case: Case, implementation: Implementation) -> float:
     small = replace(case, num_rows=max(1, min(case.num_rows, _CHECKED_KEYS // case.context)))
     args = draw(small)
     got, want = (
-        np.asarray(paged_attention_advance(*args, implementation=which), np.float64)
-        for which in (implementation, Implementation.JAX)
+        paged_attention_advance(*args, implementation=which) for which in (implementation, Implementation.REFERENCE)
     )
-    error = float(np.abs(got - want).max() / np.abs(want).max())
+    error = relative_error(got, want)
     if not error <= _TOLERANCE:
         raise SystemExit(f"{case.name}: attention must be right within {_TOLERANCE}; error {error}: no times")
     return error
@@ -138,14 +137,12 @@ def benchmark(case: Case, options: Options, bandwidth: float) -> Iterator[Result
     error = check(case, implementation)
     queries, k_pages, v_pages, tables, rows = draw(case)
 
-    def call(carry: _Carry) -> _Carry:
-        return (paged_attention_advance(*carry, tables, rows, implementation=implementation), *carry[1:])
+    def call(carry: _Carry, held: tuple[jax.Array, AdvanceRows]) -> _Carry:
+        return (paged_attention_advance(*carry, *held, implementation=implementation), *carry[1:])
 
-    times = time_calls([call] * _CALLS, (queries, k_pages, v_pages), repeats=options.repeats)
+    times = time_calls(call, (queries, k_pages, v_pages), [(tables, rows)] * _CALLS, repeats=options.repeats)
     row = partial(ResultRow, case=case.name, implementation=options.implementation, error=error)
-    yield row(metric="us", value=1e6 * times.median, unit="us")
-    yield row(metric="us p10", value=1e6 * times.p10, unit="us")
-    yield row(metric="us p90", value=1e6 * times.p90, unit="us")
+    yield from time_rows(case.name, options.implementation, error, times)
     yield row(metric="share of copy", value=case.moved_bytes / times.median / bandwidth, unit="ratio")
 
 

@@ -13,7 +13,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+
+from benchmarks.results_file import ResultRow
 
 _LEAST_SECONDS = 0.05  # of one timed run: what a dispatch from the host costs is then a thousandth
 _COPIED_BYTES = 2 << 30
@@ -28,27 +31,34 @@ class Times:
     p90: float
 
 
-def time_calls[Carry](calls: Sequence[Callable[[Carry], Carry]], carry: Carry, *, repeats: int = 7) -> Times:
-    """Time `calls`, one after the other and over again; each takes what the one before returned.
+def time_calls[Carry, Held](
+    call: Callable[[Carry, Held], Carry], carry: Carry, held: Sequence[Held], *, repeats: int = 7
+) -> Times:
+    """Time calls one after the other and over again; each takes what the one before returned.
 
     Args:
-        calls: what the loop's body holds; the time is the mean over them.
+        call: of what is carried from call to call, and of what one call has of its own.
         carry: what the first call takes; donated.
+        held: of each call in the loop's body; the time is the mean over them. Arguments, so that the compiler does not
+            take them for constants.
         repeats: timed runs.
     """
 
-    def body(_: Any, carry: Carry) -> Carry:
-        for call in calls:
-            carry = call(carry)
-        return carry
+    def rounds_of(carry: Carry, held: Sequence[Held], rounds: int) -> Carry:
+        def body(_: Any, carry: Carry) -> Carry:
+            for own in held:
+                carry = call(carry, own)
+            return carry
+
+        return lax.fori_loop(0, rounds, body, carry)
 
     def run(rounds: int, carry: Carry) -> tuple[float, Carry]:
         start = time.perf_counter()
-        carry = jax.block_until_ready(loop(carry, rounds))
+        carry = jax.block_until_ready(loop(carry, held, rounds))
         return time.perf_counter() - start, carry
 
     # The number of rounds is static: with one that the device decides on, the host asks for it in every round.
-    loop = jax.jit(lambda carry, rounds: lax.fori_loop(0, rounds, body, carry), static_argnums=1, donate_argnums=0)
+    loop = jax.jit(rounds_of, static_argnums=2, donate_argnums=0)
     carry = run(2, carry)[1]  # compiles
     seconds, carry = run(2, carry)
     rounds = max(2, int(2 * _LEAST_SECONDS / seconds))
@@ -56,7 +66,7 @@ def time_calls[Carry](calls: Sequence[Callable[[Carry], Carry]], carry: Carry, *
     timed = []
     for _ in range(repeats):
         seconds, carry = run(rounds, carry)
-        timed.append(seconds / rounds / len(calls))
+        timed.append(seconds / rounds / len(held))
     deciles = statistics.quantiles(timed, n=10, method="inclusive")
     return Times(median=statistics.median(timed), p10=deciles[0], p90=deciles[-1])
 
@@ -64,5 +74,21 @@ def time_calls[Carry](calls: Sequence[Callable[[Carry], Carry]], carry: Carry, *
 def copy_bandwidth(num_bytes: int = _COPIED_BYTES) -> float:
     """Return bytes per second, read and written, of passing over an array that no cache holds."""
     array = jnp.zeros((num_bytes // 4,), jnp.float32)
-    times = time_calls([lambda x: x + 1.0], array)
+    # The barrier keeps two passes from becoming one.
+    times = time_calls(lambda x, one: lax.optimization_barrier(x + one), array, [jnp.float32(1.0)])
     return 2 * num_bytes / times.median
+
+
+def relative_error(got: jax.Array | np.ndarray, want: jax.Array | np.ndarray) -> float:
+    """Return the largest error relative to the largest expected magnitude."""
+    wide, right = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    return float(np.abs(wide - right).max() / np.abs(right).max())
+
+
+def time_rows(case: str, implementation: str, error: float | None, times: Times) -> list[ResultRow]:
+    """Return the microseconds of a case as result rows."""
+    values = {"us": times.median, "us p10": times.p10, "us p90": times.p90}
+    return [
+        ResultRow(case=case, metric=name, value=1e6 * value, unit="us", implementation=implementation, error=error)
+        for name, value in values.items()
+    ]

@@ -2,13 +2,14 @@
 
     python -m benchmarks.kernels.mixer
 
-Every case is checked first against the plain-JAX version on the same inputs; a case whose check fails has no time. The
+Every case is checked first against the reference; a case whose check fails has no time. The compiler may turn the taps,
+64 KB that are the same in every call, once and not in each. The
 outputs of a call are the output gate of the next one, so that all of each call is needed. `share of advance` is the
 time of the whole over that of the advance alone, in the same run.
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,12 +17,12 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import tyro
 
 from benchmarks.kernels import advance
-from benchmarks.kernels.device_time import Times, time_calls
+from benchmarks.kernels.device_time import Times, relative_error, time_calls, time_rows
 from benchmarks.results_file import ResultRow, write_results
+from gdn_jax.kernels.anchors import AdvanceRows
 from gdn_jax.kernels.dispatch import Implementation
 from gdn_jax.kernels.gated_delta.cases import ADVANCE_BENCHMARKS, AdvanceCase
 from gdn_jax.kernels.gdn_mixer import MixerTokens, MixerWeights, RecurrentState, ReplayWindow, gdn_mixer_advance
@@ -80,52 +81,51 @@ def draw(case: AdvanceCase, num_slots: int) -> tuple[MixerTokens, MixerWeights, 
     return tokens, weights, state
 
 
-def run(
-    case: AdvanceCase, implementation: Implementation, first_slot: int, tokens: MixerTokens, weights: MixerWeights
-) -> Callable[[RecurrentState], tuple[jax.Array, RecurrentState]]:
-    """Return a call on the rows whose slots begin at `first_slot`."""
-    rows, lane = advance.rows_at(case, first_slot), jnp.arange(case.num_rows, dtype=jnp.int32)
-    return lambda state: gdn_mixer_advance(tokens, weights, rows, lane, state, eps=_EPS, implementation=implementation)
+def mix(
+    case: AdvanceCase,
+    implementation: Implementation,
+    tokens: MixerTokens,
+    weights: MixerWeights,
+    rows: AdvanceRows,
+    state: RecurrentState,
+) -> tuple[jax.Array, RecurrentState]:
+    """Call the mixer, a lane for each row."""
+    lane = jnp.arange(case.num_rows, dtype=jnp.int32)
+    return gdn_mixer_advance(tokens, weights, rows, lane, state, eps=_EPS, implementation=implementation)
 
 
 def check(case: AdvanceCase, implementation: Implementation) -> float:
-    """Return the error of the outputs and states of a case against plain JAX.
+    """Return the error of the outputs and states of a case against the reference.
 
     Raises:
         SystemExit: it is above the tolerance, so that no time would mean anything.
     """
-    small = replace(case, num_rows=min(4, case.num_rows))
-    tokens, weights, state = draw(small, 1 + small.num_rows)
+    tokens, weights, state = draw(case, 1 + case.num_rows)
+    rows = advance.rows_at(case, 1)
     got, want = (
-        jax.jit(run(small, which, 1, tokens, weights))(state) for which in (implementation, Implementation.JAX)
+        jax.jit(partial(mix, case, which))(tokens, weights, rows, state)
+        for which in (implementation, Implementation.REFERENCE)
     )
     pairs = ((got[0], want[0]), (got[1].recurrent[1:], want[1].recurrent[1:]), (got[1].conv, want[1].conv))
-    error = max(_error(a, b) for a, b in pairs)
+    error = max(relative_error(a, b) for a, b in pairs)
     if not error <= _TOLERANCE:
         raise SystemExit(f"{case.name}: the mixer must be right within {_TOLERANCE}; error {error}: no times")
     return error
 
 
-def _error(got: jax.Array, want: jax.Array) -> float:
-    wide, right = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    return float(np.abs(wide - right).max() / np.abs(right).max())
-
-
 def time_case(case: AdvanceCase, implementation: Implementation, repeats: int) -> tuple[Times, Times]:
     """Time the mixer, and the advance alone, in slots that change from call to call."""
-    calls = advance.num_calls(case)
-    tokens, weights, state = draw(case, 1 + calls * case.num_rows)
+    num_calls = advance.num_calls(case)
+    tokens, weights, state = draw(case, 1 + num_calls * case.num_rows)
 
-    def call(first_slot: int) -> Callable[[_Carry], _Carry]:
-        def mix(carry: _Carry) -> _Carry:
-            gated = replace(tokens, z=jnp.clip(carry[0], -1.0, 1.0))
-            return run(case, implementation, first_slot, gated, weights)(carry[1])
+    def call(carry: _Carry, held: tuple[MixerTokens, MixerWeights, AdvanceRows]) -> _Carry:
+        tokens, weights, rows = held
+        gated = replace(tokens, z=jnp.clip(carry[0], -1.0, 1.0))
+        return mix(case, implementation, gated, weights, rows, carry[1])
 
-        return mix
-
-    calls_in_turn = [call(1 + i * case.num_rows) for i in range(calls)]
-    whole = time_calls(calls_in_turn, (tokens.z, state), repeats=repeats)
-    args = advance.draw(case, 1 + calls * case.num_rows)
+    held = [(tokens, weights, advance.rows_at(case, 1 + i * case.num_rows)) for i in range(num_calls)]
+    whole = time_calls(call, (jnp.copy(tokens.z), state), held, repeats=repeats)
+    args = advance.draw(case, 1 + num_calls * case.num_rows)
     return whole, advance.time_case(case, args, implementation, repeats)
 
 
@@ -135,9 +135,7 @@ def benchmark(name: str, options: Options) -> Iterator[ResultRow]:
     error = check(case, implementation)
     whole, alone = time_case(case, implementation, options.repeats)
     row = partial(ResultRow, case=name, implementation=options.implementation, error=error)
-    yield row(metric="us", value=1e6 * whole.median, unit="us")
-    yield row(metric="us p10", value=1e6 * whole.p10, unit="us")
-    yield row(metric="us p90", value=1e6 * whole.p90, unit="us")
+    yield from time_rows(name, options.implementation, error, whole)
     yield row(metric="advance us", value=1e6 * alone.median, unit="us")
     yield row(metric="share of advance", value=whole.median / alone.median, unit="ratio")
 

@@ -1,7 +1,8 @@
 """Kernels of others, timed on the same shapes where they are installed: torch and what runs on it."""
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -22,8 +23,8 @@ def time_fla_advance(arrays: dict[str, np.ndarray], *, repeats: int = 7) -> tupl
     """Time flash-linear-attention's fused recurrence, which reads a state and writes the one after all tokens.
 
     Args:
-        arrays: float32 `q`, `k` `[rows, T, Nk, dk]`, `v` `[rows, T, Nv, dv]`, `g`, `beta` `[rows, T, Nv]` and `state`
-            `[rows, Nv, dk, dv]`; q, k and v are run in bfloat16.
+        arrays: float32 `q`, `k` `[rows, T, Nk, dk]`, `v` `[rows, T, Nv, dv]`, `g`, `beta` `[rows, T, Nv]` and `states`
+            `[calls, rows, Nv, dk, dv]`, one set for each call of the graph; q, k and v are run in bfloat16.
         repeats: timed runs.
 
     Returns:
@@ -33,24 +34,23 @@ def time_fla_advance(arrays: dict[str, np.ndarray], *, repeats: int = 7) -> tupl
     recurrence = import_module("fla.ops.gated_delta_rule").fused_recurrent_gated_delta_rule
     narrow = {name: torch.tensor(arrays[name], device="cuda", dtype=torch.bfloat16) for name in ("q", "k", "v")}
     wide = {name: torch.tensor(arrays[name], device="cuda", dtype=torch.float32) for name in ("g", "beta")}
-    state = torch.tensor(arrays["state"], device="cuda", dtype=torch.float32)
+    states = torch.tensor(arrays["states"], device="cuda", dtype=torch.float32)
 
-    def call() -> Any:
+    def call(state: Any) -> Any:
         return recurrence(**narrow, **wide, scale=1.0, initial_state=state, output_final_state=True)
 
-    outputs = call()[0].float().cpu().numpy()
-    return _time_graph(torch, call, repeats), outputs
+    outputs = call(states[0])[0].float().cpu().numpy()
+    return _time_graph(torch, [partial(call, state) for state in states], repeats), outputs
 
 
-def _time_graph(torch: Any, call: Callable[[], Any], repeats: int, calls: int = 20) -> Times:
+def _time_graph(torch: Any, calls: Sequence[Callable[[], Any]], repeats: int) -> Times:
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
-        call()  # what is compiled or tuned must be so before the capture
+        calls[0]()  # what is compiled or tuned must be so before the capture
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for _ in range(calls):
-            call()
+        kept = [call() for call in calls]  # so that each writes to memory of its own
     timed = []
     for _ in range(repeats + 1):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -58,7 +58,7 @@ def _time_graph(torch: Any, call: Callable[[], Any], repeats: int, calls: int = 
         graph.replay()
         end.record()
         torch.cuda.synchronize()
-        timed.append(1e-3 * start.elapsed_time(end) / calls)
+        timed.append(1e-3 * start.elapsed_time(end) / len(kept))
     timed = timed[1:]
     deciles = statistics.quantiles(timed, n=10, method="inclusive")
     return Times(median=statistics.median(timed), p10=deciles[0], p90=deciles[-1])

@@ -27,6 +27,7 @@ _ENTRY = re.compile(r"Compiling entry function '(\w+)'")
 _SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _COPY = re.compile(r"= (\w+)\[([\d,]*)\]\S* copy(?:-start)?\(")
+_LAUNCH = re.compile(r" (?:fusion|custom-call|copy|copy-start|sort|while|conditional)\(")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +51,7 @@ class Report:
     aliased_bytes: int  # a donated argument that is updated in place shows here
     copies: tuple[str, ...]  # shapes of the arrays that the compiled program copies, such as "bf16[4,64]"
     custom_calls: tuple[str, ...]
+    launches: int  # of kernels and copies by the compiled program itself, loops and branches counted as one
 
     @property
     def registers(self) -> int:
@@ -93,6 +95,7 @@ def compile_for_h200(function: Callable, *arguments: Any, donate: Sequence[int] 
         aliased_bytes=memory.alias_size_in_bytes,
         copies=tuple(f"{dtype}[{shape}]" for dtype, shape in _COPY.findall(text)),
         custom_calls=tuple(re.findall(r'custom_call_target="([^"]+)"', text)),
+        launches=len(_LAUNCH.findall(text[text.index("\nENTRY ") :])),
     )
     if any(name.startswith("mosaic_gpu") for name in report.custom_calls) and not report.kernels:
         raise RuntimeError(

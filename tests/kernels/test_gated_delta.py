@@ -173,6 +173,15 @@ class TestAdvance:
         assert (outputs[~np.asarray(args.rows.is_new(case.window))] == 0).all()
         assert_stored(pool, args.pool, stored, FLOAT32)
 
+    def test_two_rows_may_read_one_slot(self, implementation: Implementation) -> None:
+        args = make_advance(CASES["test/advance/verify"])
+        shared = args.rows.read_slot.at[2].set(args.rows.read_slot[0])  # rows 0 and 2 write to slots of their own
+        args = replace(args, rows=replace(args.rows, read_slot=shared))
+        outputs, pool = advance(args, implementation)
+        want, stored = oracle.delta_advance(args.q, args.new, args.replay, args.rows, args.pool)
+        assert_close(outputs, want, FLOAT32)
+        assert_stored(pool, args.pool, stored, FLOAT32)
+
     def test_bfloat16_inputs_and_a_float16_pool_round_only_inputs_outputs_and_slots(
         self, implementation: Implementation
     ) -> None:

@@ -24,6 +24,7 @@ FAST = pytest.mark.parametrize("implementation", [Implementation.JAX, Implementa
 # (read slot, write slot, save slot, save at, folded, replayed, new, lane)
 SAVES = (3, 3, 7, 64, 62, 3, 2, 1)  # in place, with a save in the window's midst
 MOVES = (4, 5, 8, 64, 62, 1, 1, 3)  # to another slot; the save is not reached
+SHARES = (4, 10, 0, 0, 62, 1, 1, 0)  # reads the slot that another row reads too
 FRESH = (0, 6, 0, 0, 0, 0, 2, 0)  # nothing before it
 CLOSES = (2, 2, 9, 64, 60, 4, 0, 2)  # folds its whole window, saved at its end, and runs nothing
 PADDING = (0, 0, 0, 0, 0, 0, 0, LANES)
@@ -118,7 +119,7 @@ def close(got: jax.Array, want: jax.Array, tolerance: float) -> None:
 @FAST
 class TestMixer:
     def test_rows_of_every_kind_equal_the_reference(self, implementation: Implementation) -> None:
-        args = draw(SAVES, MOVES, FRESH, CLOSES, PADDING, heads=(1, 2, 64))
+        args = draw(SAVES, MOVES, SHARES, FRESH, CLOSES, PADDING, heads=(1, 2, 64))
         assert_equal(args, advance(args, implementation), FLOAT32)
 
     @pytest.mark.parametrize(
@@ -151,6 +152,12 @@ class TestMixer:
         got = advance(args, implementation)
         assert got[0].dtype == jnp.bfloat16
         assert_equal(args, got, 2.0**-7)  # a sum in another order may round to the next of 8 bits
+
+
+def test_more_new_tokens_than_a_replay_window_holds_are_refused_by_the_mosaic_mixer() -> None:
+    args = draw((3, 3, 0, 0, 62, 1, 4, 1), heads=(1, 1, 64), window=4, replay=3)
+    with pytest.raises(ValueError, match="must hold all new tokens; got 4 for one of 3"):
+        gdn_mixer_advance(*args, eps=1e-6, implementation=Implementation.MOSAIC)
 
 
 def test_widths_that_differ_are_refused_by_the_mosaic_mixer() -> None:

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from mosaic_runs import run_mosaic
+from mosaic_runs import ON_GPU, run_mosaic
 from oracles.engine_rig import cached, greedy, random_ids, tokens_of
 
 from gdn_jax import LLM
@@ -32,14 +32,14 @@ SIZES = {
 }
 
 
-def two_turns(folder: Path, kernels: str, drafts: int) -> tuple[list[list[int]], list[int]]:
+def two_turns(folder: Path, kernels: str, drafts: int, dtype: str = "float32") -> tuple[list[list[int]], list[int]]:
     """Answer a prompt across a boundary, then one that goes on from it; returns the tokens and the hits."""
     llm = LLM(
         str(folder),
         load_format="dummy",
         kernels=kernels,
         speculative_tokens=drafts,
-        dtype="float32",
+        dtype=dtype,
         max_num_seqs=1,
         max_num_batched_tokens=64,
         max_model_len=128,
@@ -63,3 +63,12 @@ def test_mosaic_kernels_give_the_tokens_and_hits_of_plain_jax(
     tokens, hits = two_turns(tmp_path, "jax", drafts)
     assert hits == [0, 64]
     assert run_mosaic(lambda: two_turns(tmp_path, "mosaic", drafts)) == (tokens, hits)
+
+
+@pytest.mark.gpu
+def test_16_bit_attention_runs_in_the_engine_and_two_runs_agree(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SIZES))
+    assert ON_GPU
+    first, again = (two_turns(tmp_path, "mosaic", 2, "bfloat16") for _ in range(2))
+    assert first == again
+    assert first[1] == two_turns(tmp_path, "jax", 2, "bfloat16")[1]

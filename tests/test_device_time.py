@@ -1,0 +1,32 @@
+"""The benchmarks' clock: every call of the loop's body is run, percentiles are in order, errors are relative."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks.kernels.device_time import Times, relative_error, time_calls, time_rows
+
+
+def test_every_call_gets_what_is_its_own_and_times_are_in_order() -> None:
+    traced = []
+
+    def call(carry: jax.Array, own: jax.Array) -> jax.Array:
+        traced.append(own.shape)
+        return carry + own.sum()
+
+    held = [jnp.ones((size,)) for size in (2, 3)]
+    times = time_calls(call, jnp.zeros(()), held, repeats=3)
+    assert {(2,), (3,)} == set(traced)
+    assert 0 < times.p10 <= times.median <= times.p90
+
+
+def test_times_become_rows_in_microseconds() -> None:
+    rows = time_rows("a/case", "mosaic", 1e-7, Times(median=2e-6, p10=1e-6, p90=3e-6))
+    assert {row.metric: row.value for row in rows} == pytest.approx({"us": 2.0, "us p10": 1.0, "us p90": 3.0})
+    assert all((row.case, row.implementation, row.error) == ("a/case", "mosaic", 1e-7) for row in rows)
+
+
+def test_an_error_is_relative_to_the_largest_value() -> None:
+    assert relative_error(np.array([1.0, -4.0]), np.array([1.5, -4.0])) == pytest.approx(0.125)
+    assert np.isnan(relative_error(np.array([np.nan, 1.0]), np.array([1.0, 1.0])))
