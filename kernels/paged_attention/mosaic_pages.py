@@ -19,8 +19,8 @@ from gdn_jax.kernels.mosaic import add_product, product
 from gdn_jax.kernels.numerics import CHUNK
 from gdn_jax.kernels.paged_attention.tiles import TILE_QUERIES, AdvanceTiles
 
-LOWEST = -1e29  # logarithm of the sum of no weights, and highest score of no keys: finite, so that no inf - inf arises
-_MASKED = 10 * LOWEST  # score of a key that a query must not see: exp2(masked - highest) is 0 even before any key
+LOWEST = -1e37  # logarithm of the sum of no weights, and highest score of no keys: finite, so that no inf - inf arises
+_MASKED = -3e38  # score of a key that a query must not see: exp2(masked - highest) is 0 even before any key
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -64,13 +64,14 @@ def check_advance(*, width: int, block_size: int, queries: int) -> None:
         block_size: tokens of a page.
         queries: queries of one row that read the same KV head: tokens of the window times heads of the group.
     """
-    for fits, rule, value in (
-        (width in WIDTHS, f"heads must be {', '.join(map(str, WIDTHS))} wide", width),
-        (block_size == CHUNK, f"pages must hold {CHUNK} tokens", block_size),
-        (queries <= MAX_QUERIES, f"queries of a row that read one KV head must be at most {MAX_QUERIES}", queries),
+    product = f"new tokens of a row times query heads per KV head must be at most {MAX_QUERIES}"
+    for fits, rule, value, remedy in (
+        (width in WIDTHS, f"heads must be {', '.join(map(str, WIDTHS))} wide", width, ""),
+        (block_size == CHUNK, f"pages must hold {CHUNK} tokens", block_size, ""),
+        (queries <= MAX_QUERIES, product, queries, "draft fewer tokens, or "),
     ):
         if not fits:
-            raise UnsupportedKernelError(f"{rule} for the Mosaic attention; got {value}; ask for kernels='jax'")
+            raise UnsupportedKernelError(f"{rule} for the Mosaic attention; got {value}; {remedy}ask for kernels='jax'")
 
 
 def choose_advance_tiles(

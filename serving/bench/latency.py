@@ -12,9 +12,9 @@ import numpy as np
 from tqdm import tqdm
 from tyro.conf import OmitArgPrefixes
 
-from gdn_jax.serving.bench.report import EngineWork, Report, check_writable, measured_with
+from gdn_jax.serving.bench.report import EngineWork, Report, check_folder, check_writable, measured_with
 from gdn_jax.serving.bench.run import sampling_params, start, timed_generate
-from gdn_jax.serving.bench.workload import RandomWorkload, check_at_least, check_fit
+from gdn_jax.serving.bench.workload import MOST_REQUESTS, RandomWorkload, check_at_least, check_at_most, check_fit
 from gdn_jax.serving.config import EngineConfig, PrefixCache
 from gdn_jax.serving.llm import LLM
 
@@ -73,6 +73,7 @@ class Latency:
             SettingError: one is out of its range.
         """
         check_at_least(1, input_len=self.input_len, batch_size=self.batch_size, num_iters=self.num_iters)
+        check_at_most(MOST_REQUESTS, batch_size=self.batch_size)
         check_at_least(0, num_iters_warmup=self.num_iters_warmup)
 
 
@@ -90,6 +91,10 @@ def measure_latency(asked: Latency) -> Report:
         check_fit(lengths, asked.engine.max_model_len)
     if asked.output_json is not None:
         check_writable(asked.output_json)
+    if asked.profile:
+        check_folder(asked.profile_result_dir)
+        if asked.output_json is not None:
+            _LOG.warning("nothing is written to %s, since a profile times nothing", asked.output_json)
     llm = start(asked.engine, quiet=asked.quiet)
     check_fit(lengths, llm.max_model_len)
     if (num_rows := asked.batch_size * asked.n) > llm.memory.max_num_seqs:

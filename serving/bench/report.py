@@ -123,10 +123,26 @@ def check_writable(path: str) -> None:
     file = Path(path)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
+        usable = not file.is_dir() and os.access(file if file.exists() else file.parent, os.W_OK)
     except OSError as error:
         raise SettingError(f"output_json must be a file that can be written; got {path}: {error}") from error
-    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+    if not usable:
         raise SettingError(f"output_json must be a file that can be written; got {path}; name another one")
+
+
+def check_folder(path: str) -> None:
+    """Check before a long run that its profile has a folder; makes it.
+
+    Raises:
+        SettingError: it cannot be made, or not be written to.
+    """
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+        usable = os.access(path, os.W_OK)
+    except OSError as error:
+        raise SettingError(f"profile_result_dir must be a folder that can be made; got {path}: {error}") from error
+    if not usable:
+        raise SettingError(f"profile_result_dir must be a folder that can be written to; got {path}; name another one")
 
 
 def write_json(path: str, values: Mapping[str, object]) -> None:

@@ -13,10 +13,12 @@ from tyro.conf import OmitArgPrefixes, arg
 from gdn_jax.serving.bench.report import EngineWork, Report, check_writable, measured_with
 from gdn_jax.serving.bench.run import sampling_params, start, timed_generate
 from gdn_jax.serving.bench.workload import (
+    MOST_REQUESTS,
     BenchRequest,
     RandomWorkload,
     ShareGPTWorkload,
     check_at_least,
+    check_at_most,
     check_fit,
 )
 from gdn_jax.serving.config import EngineConfig, SettingError
@@ -78,6 +80,7 @@ class Throughput:
             SettingError: one is out of its range.
         """
         check_at_least(1, num_prompts=self.num_prompts)
+        check_at_most(MOST_REQUESTS, num_prompts=self.num_prompts)
         if self.num_warmups is not None:
             check_at_least(0, num_warmups=self.num_warmups)
 
@@ -137,12 +140,17 @@ def measure_throughput(asked: Throughput) -> Report:
     """
     workload = asked.workload()
     asked.params(1)  # refused now, not when the model is loaded
-    if asked.engine.max_model_len and isinstance(workload, RandomWorkload):
+    if isinstance(workload, ShareGPTWorkload):
+        workload.check()
+    elif asked.engine.max_model_len:
         check_fit(workload.lengths(asked.num_prompts), asked.engine.max_model_len)
     if asked.output_json is not None:
         check_writable(asked.output_json)
     llm = start(asked.engine, quiet=asked.quiet)
-    requests = workload.requests(asked.num_prompts, llm.get_tokenizer())
+    if isinstance(workload, ShareGPTWorkload):
+        requests = workload.requests(asked.num_prompts, llm.get_tokenizer(), llm.max_model_len)
+    else:
+        requests = workload.requests(asked.num_prompts, llm.get_tokenizer())
     check_fit([request.lengths for request in requests], llm.max_model_len)
 
     def run(some: Sequence[BenchRequest]) -> tuple[float, list[RequestOutput]]:

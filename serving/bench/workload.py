@@ -20,6 +20,7 @@ from gdn_jax.serving.text.tokenizer import Tokenizer
 _LOG = logging.getLogger(__name__)
 
 # Of the conversations in a file, those with 4 to 1,024 tokens of prompt and at most 2,048 in all, as vLLM takes them.
+MOST_REQUESTS = 1_000_000  # of one run: they are all made before it begins
 _LEAST_TOKENS = 4
 _MOST_PROMPT_TOKENS = 1024
 _MOST_TOKENS = 2048
@@ -120,6 +121,7 @@ class ShareGPTWorkload:
     Attributes:
         seed: draws the order.
         path: a list of objects with `conversations`, each a list of objects with `value`, the text of a turn.
+            Conversations of another form are left out, as are those that are too long or too short.
         output_len: tokens of each answer; None: as many as the conversation's own first answer has.
 
     Raises:
@@ -135,7 +137,15 @@ class ShareGPTWorkload:
         if self.output_len is not None:
             check_at_least(1, output_len=self.output_len)
 
-    def requests(self, count: int, tokenizer: Tokenizer) -> list[BenchRequest]:
+    def check(self) -> None:
+        """Read the file once, before a model is loaded.
+
+        Raises:
+            SettingError: it cannot be read, or has another form.
+        """
+        self._openings()
+
+    def requests(self, count: int, tokenizer: Tokenizer, max_model_len: int = _MOST_TOKENS) -> list[BenchRequest]:
         """Return the first `count` requests; a file with fewer conversations of fitting length is asked again.
 
         Raises:
@@ -151,39 +161,65 @@ class ShareGPTWorkload:
                 token_ids=tokenizer.encode(question),
                 num_answer_tokens=self.output_len or len(tokenizer.encode(answer)),
             )
-            if self._fits(request.lengths):
+            if self._fits(request.lengths, max_model_len):
                 found.append(request)
         if not found:
             raise SettingError(
                 f"dataset_path must hold conversations of {_LEAST_TOKENS} to {_MOST_PROMPT_TOKENS} tokens of prompt "
-                f"and at most {_MOST_TOKENS} in all; got {len(openings)} in {self.path}, none of them so; use another "
-                "file"
+                f"and at most {min(_MOST_TOKENS, max_model_len)} in all; got {len(openings)} in {self.path}, none of "
+                "them so; use another file, or raise max_model_len"
             )
         if len(found) < count:
             _LOG.warning("%d of the %d requests ask again what others have asked", count - len(found), count)
         return [found[index % len(found)] for index in range(count)]
 
-    def _fits(self, lengths: Lengths) -> bool:
+    def _fits(self, lengths: Lengths, max_model_len: int) -> bool:
         shortest = lengths.prompt if self.output_len is not None else min(lengths.prompt, lengths.answer)
         return (
             shortest >= _LEAST_TOKENS
             and lengths.prompt <= _MOST_PROMPT_TOKENS
-            and lengths.prompt + lengths.answer <= _MOST_TOKENS
+            and lengths.prompt + lengths.answer <= min(_MOST_TOKENS, max_model_len)
         )
 
     def _openings(self) -> list[tuple[str, str]]:
         """Return the first two turns of each conversation that has them."""
         try:
-            entries = cast("list[dict[str, list[dict[str, object]]]]", json.loads(Path(self.path).read_text("utf-8")))
-            turns = [[str(turn["value"]) for turn in entry.get("conversations", [])[:2]] for entry in entries]
+            entries: object = json.loads(Path(self.path).read_text("utf-8-sig"))
         except (OSError, ValueError, RecursionError) as error:
             raise SettingError(f"dataset_path must be a file of JSON; got {self.path}: {error}") from error
-        except (TypeError, KeyError, AttributeError) as error:
+        if not isinstance(entries, list):
             raise SettingError(
-                "dataset_path must hold a list of objects with `conversations`, each a list of objects with `value`; "
-                f"{self.path} has another form"
-            ) from error
-        return [(pair[0], pair[1]) for pair in turns if len(pair) == 2]
+                f"dataset_path must hold a list of conversations; {self.path} holds a {type(entries).__name__}"
+            )
+        turns = [_first_turns(entry) for entry in cast("list[object]", entries)]
+        found = [(pair[0], pair[1]) for pair in turns if len(pair) == 2]
+        if not found:
+            raise SettingError(
+                "dataset_path must hold objects with `conversations`, each a list of objects with `value`, the text of "
+                f"a turn; {self.path} has none with two turns"
+            )
+        return found
+
+
+def _first_turns(entry: object) -> list[str]:
+    """Return the first two turns of a conversation of ShareGPT's form; fewer where it is of another."""
+    turns = cast("dict[str, object]", entry).get("conversations") if isinstance(entry, dict) else None
+    if not isinstance(turns, list):
+        return []
+    opening = [
+        cast("dict[str, object]", turn).get("value") if isinstance(turn, dict) else None
+        for turn in cast("list[object]", turns)[:2]
+    ]
+    return [text for text in opening if isinstance(text, str) and _is_unicode(text)]
+
+
+def _is_unicode(text: str) -> bool:
+    """Return whether a text can be encoded: JSON may hold halves of a character, which no tokenizer takes."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def check_at_least(least: int, **numbers: int) -> None:
@@ -197,6 +233,17 @@ def check_at_least(least: int, **numbers: int) -> None:
             raise SettingError(f"{name} must be at least {least}; got {value}")
 
 
+def check_at_most(most: int, **numbers: int) -> None:
+    """Check settings by name.
+
+    Raises:
+        SettingError: one is above `most`.
+    """
+    for name, value in numbers.items():
+        if value > most:
+            raise SettingError(f"{name} must be at most {most}; got {value}")
+
+
 def check_fit(requests: Sequence[Lengths], max_model_len: int) -> None:
     """Check that an engine takes every request.
 
@@ -206,7 +253,6 @@ def check_fit(requests: Sequence[Lengths], max_model_len: int) -> None:
     longest = max(requests, key=lambda lengths: lengths.prompt + lengths.answer)
     if longest.prompt + longest.answer > max_model_len:
         raise SettingError(
-            f"a prompt and its answer (input_len + output_len) must be at most max_model_len ({max_model_len}); got "
-            f"{longest.prompt} + {longest.answer} = {longest.prompt + longest.answer}; lower one of them, or raise "
-            "max_model_len"
+            f"a prompt and its answer must be at most max_model_len ({max_model_len}) together; got {longest.prompt} + "
+            f"{longest.answer} = {longest.prompt + longest.answer}; raise max_model_len, or ask for less"
         )

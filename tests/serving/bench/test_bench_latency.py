@@ -110,9 +110,18 @@ def test_the_seed_draws_the_prompts(bench: Bench) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--input-len", "200", "--output-len", "57"], r"at most max_model_len \(256\); got 200 \+ 57 = 257; lower"),
-        (["--max-model-len", "99", "--output-len", "68"], r"at most max_model_len \(99\); got 32 \+ 68 = 100; lower"),
+        (
+            ["--input-len", "200", "--output-len", "57"],
+            r"at most max_model_len \(256\) together; got 200 \+ 57 = 257; raise",
+        ),
+        (
+            ["--max-model-len", "99", "--output-len", "68"],
+            r"at most max_model_len \(99\) together; got 32 \+ 68 = 100; raise",
+        ),
         (["--batch-size", "0"], "batch_size must be at least 1; got 0"),
+        (["--batch-size", "1000001"], "batch_size must be at most 1000000; got 1000001"),
+        (["--output-json", "a" * 300], "output_json must be a file that can be written"),
+        (["--profile", "--profile-result-dir", "/dev/null"], "profile_result_dir must be a folder that can be made"),
         (["--input-len", "0"], "input_len must be at least 1; got 0"),
         (["--output-len", "0"], "output_len must be at least 1; got 0"),
         (["--num-iters", "0"], "num_iters must be at least 1; got 0"),

@@ -160,8 +160,14 @@ def test_a_file_of_conversations_is_asked(bench: Bench, tmp_path: Path, name: tu
     ("arguments", "words"),
     [
         ([], "input_len must be given for random prompts; got none; set it, or dataset_path"),
-        (["--input-len", "200", "--output-len", "57"], r"at most max_model_len \(256\); got 200 \+ 57 = 257; lower"),
-        (["--input-len", "90", "--random-prefix-len", "9", "--max-model-len", "99"], r"\(99\); got 99 \+ 128 = 227"),
+        (
+            ["--input-len", "200", "--output-len", "57"],
+            r"at most max_model_len \(256\) together; got 200 \+ 57 = 257; raise",
+        ),
+        (
+            ["--input-len", "90", "--random-prefix-len", "9", "--max-model-len", "99"],
+            r"\(99\) together; got 99 \+ 128 = 227",
+        ),
         (["--input-len", "9", "--dataset-name", "sonnet"], "dataset_name must be random or sharegpt; got 'sonnet'"),
         (["--dataset-name", "sharegpt"], "dataset_name sharegpt must have a file; got none; set dataset_path"),
         (["--dataset-name", "random", "--dataset-path", "x", "--input-len", "9"], "dataset_path must be left out with"),

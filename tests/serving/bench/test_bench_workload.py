@@ -92,7 +92,9 @@ def test_lengths_that_cannot_be_are_refused_by_name(settings: dict[str, float], 
 def test_the_longest_request_is_held_against_the_context() -> None:
     requests = [Lengths(prompt=10, answer=2), Lengths(prompt=3, answer=11), Lengths(prompt=1, answer=1)]
     check_fit(requests, 14)
-    with pytest.raises(SettingError, match=r"at most max_model_len \(13\); got 3 \+ 11 = 14; lower one of them"):
+    with pytest.raises(
+        SettingError, match=r"at most max_model_len \(13\) together; got 3 \+ 11 = 14; raise max_model_len"
+    ):
         check_fit(requests, 13)
 
 
@@ -151,11 +153,11 @@ def test_a_short_file_is_asked_again_and_that_is_said(
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ({"conversations": 1}, "has another form"),
-        ([1], "has another form"),
-        ([{"conversations": [{"text": "x"}, {"text": "y"}]}], "has another form"),
-        ([{"conversations": 3}], "has another form"),
-        ([], "got 0 in .*conversations.json, none of them so"),
+        ({"conversations": 1}, "holds a dict"),
+        ([1], "has none with two turns"),
+        ([{"conversations": [{"text": "x"}, {"text": "y"}]}], "has none with two turns"),
+        ([{"conversations": 3}], "has none with two turns"),
+        ([], "has none with two turns"),
     ],
 )
 def test_a_file_of_another_form_is_refused(tmp_path: Path, tokenizer: Tokenizer, content: object, words: str) -> None:
@@ -170,3 +172,26 @@ def test_a_file_that_is_no_json_or_not_there_is_refused(tmp_path: Path, tokenize
             ShareGPTWorkload(seed=0, path=str(tmp_path / name)).requests(1, tokenizer)
     with pytest.raises(SettingError, match="output_len must be at least 1; got 0"):
         ShareGPTWorkload(seed=0, path="any", output_len=0)
+
+
+def test_conversations_of_another_form_are_left_out(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    good = conversation("one two three four five", "six seven eight nine ten")
+    half = conversation("half \ud83d", "of a character")
+    broken = [None, {"conversations": None}, {"conversations": [{"value": ["a"]}, {"value": "b"}]}, half]
+    workload = ShareGPTWorkload(seed=0, path=write(tmp_path, [*broken, good]))
+    workload.check()
+    (request,) = workload.requests(1, tokenizer)
+    assert request.token_ids == tokenizer.encode("one two three four five")
+
+
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path) -> None:
+    path = write(tmp_path, [conversation("one two three four five", "six seven eight nine ten")])
+    Path(path).write_text("\ufeff" + Path(path).read_text())
+    ShareGPTWorkload(seed=0, path=path).check()
+
+
+def test_conversations_longer_than_the_engine_takes_are_left_out(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    short, long = ("a b c d e f g h " * count for count in (2, 60))
+    workload = ShareGPTWorkload(seed=0, path=write(tmp_path, [conversation(short, short), conversation(long, long)]))
+    requests = workload.requests(4, tokenizer, 120)
+    assert all(request.token_ids == tokenizer.encode(short) for request in requests)
