@@ -22,7 +22,8 @@ def run_mosaic[Result](run: Callable[[], Result]) -> Result:
     try:
         with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
             result = jax.block_until_ready(run())
-            if gpu_callbacks.get_races().races_found:  # newer versions of JAX raise by themselves
+            # Newer versions of JAX raise by themselves; older ones know of the last kernel alone that `run` calls.
+            if gpu_callbacks.get_races().races_found:
                 raise RuntimeError("RACE DETECTED")
             return result
     finally:

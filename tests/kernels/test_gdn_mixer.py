@@ -24,7 +24,7 @@ FAST = pytest.mark.parametrize("implementation", [Implementation.JAX, Implementa
 # (read slot, write slot, save slot, save at, folded, replayed, new, lane)
 SAVES = (3, 3, 7, 64, 62, 3, 2, 1)  # in place, with a save in the window's midst
 MOVES = (4, 5, 8, 64, 62, 1, 1, 3)  # to another slot; the save is not reached
-SHARES = (4, 10, 0, 0, 62, 1, 1, 0)  # reads the slot that another row reads too
+SHARES = (4, 10, 0, 0, 62, 1, 1, 4)  # reads the slot that another row reads too
 FRESH = (0, 6, 0, 0, 0, 0, 2, 0)  # nothing before it
 CLOSES = (2, 2, 9, 64, 60, 4, 0, 2)  # folds its whole window, saved at its end, and runs nothing
 PADDING = (0, 0, 0, 0, 0, 0, 0, LANES)
