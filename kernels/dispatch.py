@@ -1,7 +1,10 @@
 """Which implementation of the kernels runs: chosen once, at start-up, by name or `auto`; never silently changed."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from importlib import import_module
+from typing import Any
 
 import jax
 
@@ -54,3 +57,12 @@ def choose_kernels_for(requested: str, device_kind: str, compute_capability: str
             f"{compute_capability}; ask for kernels='auto'"
         )
     return KernelChoice(implementation=Implementation(requested), reason="asked for by name")
+
+
+def imported_when_called(module: str, name: str) -> Callable[..., Any]:
+    """Return a function whose module is imported at the first call: Pallas takes a second, and few devices run it."""
+
+    def call(*arguments: Any, **settings: Any) -> Any:
+        return getattr(import_module(module), name)(*arguments, **settings)
+
+    return call

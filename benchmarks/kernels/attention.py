@@ -18,14 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from benchmarks.kernels.device_time import copy_bandwidth, relative_error, time_calls, time_rows
-from benchmarks.results_file import ResultRow, write_results
+from benchmarks.kernels.device_time import copy_bandwidth, relative_error, run_cases, time_calls, time_rows
+from benchmarks.results_file import ResultRow
 from gdn_jax.kernels.anchors import AdvanceRows
 from gdn_jax.kernels.dispatch import Implementation
 from gdn_jax.kernels.numerics import CHUNK
 from gdn_jax.kernels.paged_attention import paged_attention_advance
 
-_LOG = logging.getLogger(__name__)
 _DTYPE = jnp.dtype("bfloat16")
 _TOLERANCE = 2.0**-6  # weights and outputs are rounded to 8 bits, and the two versions sum in another order
 _CHECKED_KEYS = 1 << 14  # of all rows together
@@ -150,16 +149,10 @@ def main() -> None:
     """Run the benchmark and write its results."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     options = tyro.cli(Options, description=__doc__)
-    unknown = set(options.cases) - set(CASES)
-    if unknown:
-        raise SystemExit(f"--cases must name attention cases; got {sorted(unknown)}; there are {', '.join(CASES)}")
     bandwidth = copy_bandwidth()
     rows = [ResultRow(case="copy", metric="GB/s", value=bandwidth / 1e9, unit="GB/s", implementation="xla", error=None)]
-    for name in options.cases:
-        for row in benchmark(CASES[name], options, bandwidth):
-            _LOG.info("%s  %s  %s: %.4g %s", row.case, row.implementation, row.metric, row.value, row.unit)
-            rows.append(row)
-        write_results(options.output, "kernels-attention", rows)  # after every case: a run may be cut short
+    timed = partial(benchmark, options=options, bandwidth=bandwidth)
+    run_cases("kernels-attention", options.output, options.cases, CASES, timed, rows)
 
 
 if __name__ == "__main__":

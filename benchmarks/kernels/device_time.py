@@ -5,10 +5,12 @@ body holds several calls, on different data, so that a cache does not serve what
 shares are of is that of a copy in the same run, counting bytes read and bytes written.
 """
 
+import logging
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,8 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from benchmarks.results_file import ResultRow
+from benchmarks.results_file import ResultRow, write_results
 
+_LOG = logging.getLogger(__name__)
 _LEAST_SECONDS = 0.05  # of one timed run: what a dispatch from the host costs is then a thousandth
 _COPIED_BYTES = 2 << 30
 
@@ -92,3 +95,35 @@ def time_rows(case: str, implementation: str, error: float | None, times: Times)
         ResultRow(case=case, metric=name, value=1e6 * value, unit="us", implementation=implementation, error=error)
         for name, value in values.items()
     ]
+
+
+def run_cases[Case](
+    suite: str,
+    output: Path,
+    names: Sequence[str],
+    known: Mapping[str, Case],
+    benchmark: Callable[[Case], Iterable[ResultRow]],
+    rows: Sequence[ResultRow] = (),
+) -> None:
+    """Run the cases of a suite by name, say each number, and write all of them after every case.
+
+    Args:
+        suite: the suite's name in its file.
+        output: the file.
+        names: of the cases to run.
+        known: every case by name.
+        benchmark: checks and times a case.
+        rows: what was measured before.
+
+    Raises:
+        SystemExit: a name is not known; the message lists those that are.
+    """
+    if unknown := set(names) - set(known):
+        raise SystemExit(f"--cases must name cases of {suite}; got {sorted(unknown)}; there are {', '.join(known)}")
+    measured = list(rows)
+    for name in names:
+        for row in benchmark(known[name]):
+            number = f"{row.metric}: {row.value:.4g} {row.unit}"
+            _LOG.info("%s  %s  %s (error %s)", row.case, row.implementation, number, row.error)
+            measured.append(row)
+        write_results(output, suite, measured)  # a run may be cut short

@@ -10,29 +10,16 @@ q and k arrive l2-normalised, q scaled (`delta_inputs` makes them); g is the log
 """
 
 from functools import partial
-from importlib import import_module
 
 import jax
 from jaxtyping import Array, Bool, Float
 
 from gdn_jax.kernels.anchors import AdvanceRows, PrefillRows
-from gdn_jax.kernels.dispatch import Implementation
+from gdn_jax.kernels.dispatch import Implementation, imported_when_called
 from gdn_jax.kernels.gated_delta import chunked, reference
 from gdn_jax.kernels.gated_delta.inputs import DeltaInputs, delta_inputs
 
 __all__ = ["DeltaInputs", "delta_inputs", "gdn_advance", "gdn_forward", "gdn_prefill"]
-
-
-def _mosaic_advance(
-    q: Float[Array, "rows T Nk dk"],
-    new: DeltaInputs,
-    replay: DeltaInputs,
-    rows: AdvanceRows,
-    pool: Float[Array, "slots Nv dv dk"],
-) -> tuple[Float[Array, "rows T Nv dv"], Float[Array, "slots Nv dv dk"]]:
-    # By name, and not at the top of the file: it brings Pallas, a second that only such a GPU need spend.
-    return import_module("gdn_jax.kernels.gated_delta.mosaic_advance").gdn_advance(q, new, replay, rows, pool)
-
 
 _PREFILL = {
     Implementation.REFERENCE: reference.gdn_prefill,
@@ -42,7 +29,7 @@ _PREFILL = {
 _ADVANCE = {
     Implementation.REFERENCE: reference.gdn_advance,
     Implementation.JAX: chunked.gdn_advance,
-    Implementation.MOSAIC: _mosaic_advance,
+    Implementation.MOSAIC: imported_when_called("gdn_jax.kernels.gated_delta.mosaic_advance", "gdn_advance"),
 }
 _FORWARD = {
     Implementation.REFERENCE: reference.gdn_forward,

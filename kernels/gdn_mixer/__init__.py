@@ -7,37 +7,20 @@ It is one operation so that it may be few launches: `reference.py` calls the sin
 `mosaic_advance.py` does all that comes before the delta rule in one kernel for Hopper GPUs.
 """
 
-from importlib import import_module
-
 from jaxtyping import Array, Float, Int
 
 from gdn_jax.kernels.anchors import AdvanceRows
-from gdn_jax.kernels.dispatch import Implementation
+from gdn_jax.kernels.dispatch import Implementation, imported_when_called
 from gdn_jax.kernels.gdn_mixer import plain, reference
 from gdn_jax.kernels.gdn_mixer.inputs import MixerTokens, MixerWeights
 from gdn_jax.kernels.gdn_mixer.state import RecurrentState, ReplayWindow
 
 __all__ = ["MixerTokens", "MixerWeights", "RecurrentState", "ReplayWindow", "gdn_mixer_advance"]
 
-
-def _mosaic_advance(
-    tokens: MixerTokens,
-    weights: MixerWeights,
-    rows: AdvanceRows,
-    lane: Int[Array, "rows"],
-    state: RecurrentState,
-    *,
-    eps: float,
-) -> tuple[Float[Array, "rows T Nv dv"], RecurrentState]:
-    # By name, and not at the top of the file: it brings Pallas, a second that only such a GPU need spend.
-    mosaic_advance = import_module("gdn_jax.kernels.gdn_mixer.mosaic_advance")
-    return mosaic_advance.gdn_mixer_advance(tokens, weights, rows, lane, state, eps=eps)
-
-
 _ADVANCE = {
     Implementation.REFERENCE: reference.gdn_mixer_advance,
     Implementation.JAX: plain.gdn_mixer_advance,
-    Implementation.MOSAIC: _mosaic_advance,
+    Implementation.MOSAIC: imported_when_called("gdn_jax.kernels.gdn_mixer.mosaic_advance", "gdn_mixer_advance"),
 }
 
 

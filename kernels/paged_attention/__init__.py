@@ -8,17 +8,17 @@ padding may name it, nothing is stored there, and nothing reads it. Token p of a
     Hkv)
 """
 
-from importlib import import_module
-
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from gdn_jax.kernels.anchors import AdvanceRows, PrefillRows
-from gdn_jax.kernels.dispatch import Implementation
+from gdn_jax.kernels.dispatch import Implementation, imported_when_called
 from gdn_jax.kernels.paged_attention import plain, reference
 from gdn_jax.kernels.paged_attention.pages import token_slots, write_pages
 
 __all__ = ["paged_attention_advance", "paged_attention_prefill", "token_slots", "write_pages"]
+
+_on_tensor_cores = imported_when_called("gdn_jax.kernels.paged_attention.mosaic_advance", "paged_attention_advance")
 
 
 def _mosaic_advance(
@@ -33,8 +33,7 @@ def _mosaic_advance(
     arguments = q, k_pages, v_pages, block_tables, rows, first_key
     if q.dtype == jnp.float32:
         return plain.paged_attention_advance(*arguments)
-    # By name, and not at the top of the file: it brings Pallas, a second that only such a GPU need spend.
-    return import_module("gdn_jax.kernels.paged_attention.mosaic_advance").paged_attention_advance(*arguments)
+    return _on_tensor_cores(*arguments)
 
 
 _PREFILL = {
