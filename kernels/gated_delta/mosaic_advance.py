@@ -9,6 +9,7 @@ another row reads or writes, which `AdvanceRows` demands.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -24,6 +25,7 @@ from gdn_jax.kernels.gated_delta.tiles import AdvanceTiles, advance_tiles, check
 from gdn_jax.kernels.mosaic import RowsOverLanes, everywhere, over_columns, over_rows, swizzled
 
 
+@partial(jax.jit, static_argnames=("tiles",))
 def gdn_advance(
     q: Float[Array, "rows T Nk dk"],
     new: DeltaInputs,

@@ -8,6 +8,7 @@ All it loads is asked for before any of it is stored.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -28,6 +29,7 @@ from gdn_jax.kernels.gdn_mixer.state import RecurrentState, ReplayWindow
 from gdn_jax.kernels.mosaic import HeadsOverWarps, everywhere, over_columns
 
 
+@partial(jax.jit, static_argnames=("eps",))
 def gdn_mixer_advance(
     tokens: MixerTokens,
     weights: MixerWeights,
