@@ -26,6 +26,7 @@ from benchmarks.kernels.device_time import copy_bandwidth
 from benchmarks.results_file import ResultRow, write_results
 from benchmarks.trace_parts import idle_seconds, parts_of, read_events
 from gdn_jax.config import ModelConfig
+from gdn_jax.joined import join_projections
 from gdn_jax.kernels.anchors import NULL_SLOT, AdvanceRows, PrefillRows
 from gdn_jax.kernels.dispatch import Implementation
 from gdn_jax.kernels.numerics import CHUNK
@@ -82,6 +83,7 @@ class Model:
         model = dummy_weights(
             abstract_model(self.config, dtype=self.dtype, implementation=Implementation(options.kernels))
         )
+        join_projections(model)
         self.static, self.params = split_model(model, num_valid_tokens=self.config.vocab_size, num_top=20)
 
     def sequences(self, batch: int, num_tokens: int, num_exports: int = 0) -> tuple[DeviceState, np.ndarray]:

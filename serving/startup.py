@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from tqdm import tqdm
 
 from gdn_jax.config import ModelConfig
+from gdn_jax.joined import join_projections
 from gdn_jax.kernels.dispatch import Implementation, KernelChoice, choose_kernels
 from gdn_jax.kernels.gated_delta.tiles import check_mixer
 from gdn_jax.kernels.paged_attention.tiles import check_advance as check_attention
@@ -95,6 +96,7 @@ def build_engine(config: EngineConfig, *, show_progress: bool = True) -> EngineP
     _say(config, published, kernels, memory, tokenizer)
     _keep_compiled(config.compile_cache)
     model = _load(config, model_config, dtype, kernels.implementation, show_progress=show_progress)
+    join_projections(model)
     engine = _compose(config, model, memory, tokenizer, show_progress=show_progress)
     return EngineParts(
         engine=engine,
