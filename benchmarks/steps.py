@@ -166,7 +166,7 @@ def _prefill(
 
 
 def _greedy(batch: int) -> SampledRows:
-    return LaneSampling(batch).gather(np.arange(batch, dtype=np.int32), np.ones((batch,), np.bool_))
+    return LaneSampling(batch, tell_greedy=True).gather(np.arange(batch, dtype=np.int32), np.ones((batch,), np.bool_))
 
 
 def benchmark(case: str, step: Step, state: DeviceState, options: Options, *, num_steps: int) -> Iterator[ResultRow]:

@@ -11,7 +11,7 @@ Gumbel-max: argmax(x + G), G standard Gumbel per token, is distributed as softma
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from hashlib import sha256
 from typing import Any
 
@@ -93,11 +93,14 @@ class SampledRows:
         lanes: parameters of all lanes.
         lane: of each row.
         emits: whether the row's last token is its newest, so that the token after it is wanted.
+        is_greedy: static: whether all rows take their largest logit and ask for nothing else. A step for such rows has
+            no branch that depends on the device's numbers, so that a GPU's host need not wait for any of them.
     """
 
     lanes: LaneParameters
     lane: Int[AnyArray, "rows"]
     emits: Bool[AnyArray, "rows"]
+    is_greedy: bool = field(default=False, metadata={"static": True})
 
     def parameters(self) -> SamplingInputs:
         """Return the rows' sampling parameters."""
@@ -180,6 +183,11 @@ def _divisor(temperature: int | float) -> float:
     return 0.0 if temperature < _GREEDY_BELOW else float(min(temperature, _LARGEST_TEMPERATURE))
 
 
+def takes_largest(row: RowSampling) -> bool:
+    """Return whether a request takes the largest logit, whatever its seed and filters are."""
+    return _divisor(row.temperature) == 0
+
+
 def gumbel_noise(seed: UInt32[Array, "2"], position: Int[Array, ""], num_tokens: int) -> Float[Array, "V"]:
     """Return standard Gumbel noise for each token id at one position of one request.
 
@@ -224,6 +232,13 @@ def sample_tokens(
     draws = flat.temperature > 0
     drawn = jax.lax.cond(jnp.any(draws), lambda: _draw(allowed, flat, places), lambda: greedy)
     return jnp.where(draws, drawn, greedy).reshape(position.shape)
+
+
+def greedy_tokens(logits: Float[Array, "*lead V"], *, num_valid_tokens: int | Int[Array, ""]) -> Int[Array, "*lead"]:
+    """Choose the largest logit, the first of equal ones: what `sample_tokens` does for rows that ask for no more."""
+    ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+    valid = jnp.where(ids < num_valid_tokens, logits.astype(jnp.float32), -jnp.inf)
+    return jnp.argmax(valid, axis=-1).astype(jnp.int32)
 
 
 def filter_logits(logits: Float[Array, "N V"], inputs: SamplingInputs) -> Float[Array, "N V"]:

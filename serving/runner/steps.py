@@ -33,6 +33,7 @@ from gdn_jax.serving.runner.sampling import (
     Adjust,
     LogprobArrays,
     SampledRows,
+    greedy_tokens,
     samplable,
     sample_tokens,
     token_logprobs,
@@ -192,6 +193,8 @@ def _adjuster(sampling: SampledRows, state: DeviceState, proposed: Int[Array, "r
 
 def _extended(state: DeviceState, sampling: SampledRows, emitted: _Emitted) -> LaneHistory:
     """Return the history with what the rows emit; drafts that did not stand never become part of it."""
+    if sampling.is_greedy:  # then no row has a history
+        return state.history
     return extend_history(state.history, sampling, emitted.drawn.tokens, emitted.num_tokens)
 
 
@@ -206,18 +209,20 @@ def _draw(
     """Draw the token at each position from the hidden vector before it."""
     valid = static.num_valid_tokens
     logits = model.decoder.logits(hidden)
-    tokens = sample_tokens(logits, sampling.parameters(), position, num_valid_tokens=valid, adjust=adjust)
+    sound = samplable(logits, num_valid_tokens=valid)
+    if sampling.is_greedy:
+        tokens = greedy_tokens(logits, num_valid_tokens=valid)
+    else:
+        tokens = sample_tokens(logits, sampling.parameters(), position, num_valid_tokens=valid, adjust=adjust)
     describe = partial(token_logprobs, logits, tokens, num_top=static.num_top, num_valid_tokens=valid)
 
     def nothing() -> LogprobArrays:
         """Return zeros in the shapes of a description, which the compiler does not compute for that."""
         return jax.tree.map(jnp.zeros_like, describe())
 
-    return _Drawn(
-        tokens=tokens,
-        logprobs=jax.lax.cond(sampling.want_logprobs(), describe, nothing),
-        sound=samplable(logits, num_valid_tokens=valid),
-    )
+    if sampling.is_greedy:
+        return _Drawn(tokens=tokens, logprobs=nothing(), sound=sound)
+    return _Drawn(tokens=tokens, logprobs=jax.lax.cond(sampling.want_logprobs(), describe, nothing), sound=sound)
 
 
 def _draft(
@@ -241,6 +246,8 @@ def _draft(
         num_before: Int[Array, ""],
     ) -> Int[Array, "rows"]:
         """Choose as the target will, which by then has the drafts before this one in its window."""
+        if sampling.is_greedy:
+            return greedy_tokens(logits, num_valid_tokens=static.num_valid_tokens)
         places = num_before[None]
         adjust = partial(adjust_logits, rows=sampling, history=state.history, after=drafts, num_after=places)
         return sample_tokens(logits, parameters, position, num_valid_tokens=static.num_valid_tokens, adjust=adjust)
