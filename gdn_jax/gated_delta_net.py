@@ -61,9 +61,12 @@ class GatedDeltaNet(nnx.Module):
         self.norm_weight = nnx.Param(jnp.ones((config.linear_value_dim,), jnp.float32))
         self.out_proj = Linear(value_width, hidden, dtype=dtype, rngs=rngs)
         self.joined: JoinedLinear | None = nnx.data(None)
+        self.taps: nnx.Param | None = nnx.data(None)
 
     def join(self) -> None:
-        """Hold the four input projections as one matrix: see `joined.py`."""
+        """Hold the four input projections as one matrix, and the taps as decode reads them: see `joined.py`."""
+        self.taps = nnx.Param(self.conv_weight[...].T)
+        del self.conv_weight
         self.joined = JoinedLinear((self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a))
         del self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a
 
@@ -73,7 +76,7 @@ class GatedDeltaNet(nnx.Module):
         """Run packed spans from and into state slots; replay windows are not touched."""
         tokens = self._project(x)
         mixed, conv = causal_conv1d_prefill(
-            tokens.raw, self.conv_weight[...], batch.rows, state.conv, implementation=self.implementation
+            tokens.raw, self._taps().T, batch.rows, state.conv, implementation=self.implementation
         )
         q, inputs = self._delta_inputs(mixed, tokens)
         out, recurrent = gdn_prefill(q, inputs, batch.rows, state.recurrent, implementation=self.implementation)
@@ -84,7 +87,7 @@ class GatedDeltaNet(nnx.Module):
     ) -> tuple[Float[Array, "rows T H"], RecurrentState]:
         """Fold each lane's replay window into its slot, run the new tokens, and keep them as the next replay window."""
         weights = MixerWeights(
-            conv=self.conv_weight[...],
+            taps=self._taps(),
             a_log=self.a_log[...],
             dt_bias=self.dt_bias[...],
             norm=self.norm_weight[...],
@@ -97,10 +100,13 @@ class GatedDeltaNet(nnx.Module):
     def forward(self, x: Float[Array, "rows T H"], document: Int[Array, "rows T"]) -> Float[Array, "rows T H"]:
         """Run rows of whole documents without slots: what training differentiates."""
         tokens = self._project(x)
-        mixed = causal_conv1d_forward(tokens.raw, self.conv_weight[...], document, implementation=self.implementation)
+        mixed = causal_conv1d_forward(tokens.raw, self._taps().T, document, implementation=self.implementation)
         q, inputs = self._delta_inputs(mixed, tokens)
         is_first = ~same_document(document, 1)
         return self._output(gdn_forward(q, inputs, is_first, implementation=self.implementation), tokens.z)
+
+    def _taps(self) -> Float[Array, "K C"]:
+        return self.conv_weight[...].T if self.taps is None else self.taps[...]
 
     def _project(self, x: Float[Array, "*tokens H"]) -> MixerTokens:
         """Return the input projections of each token."""

@@ -30,13 +30,13 @@ class MixerWeights:
     """Parameters of one layer beside its projections.
 
     Attributes:
-        conv: taps; the last one multiplies the current token.
+        taps: of the convolution; the last one multiplies the current token.
         a_log: logarithm of the decay rate, float32.
         dt_bias: added to a, float32.
         norm: of the gated norm, float32.
     """
 
-    conv: Float[Array, "C K"]
+    taps: Float[Array, "K C"]
     a_log: Float[Array, "Nv"]
     dt_bias: Float[Array, "Nv"]
     norm: Float[Array, "dv"]

@@ -93,7 +93,7 @@ def advance_inputs(
         grid_names=("row", "part"),
     )(
         {"raw": by_head(tokens.raw), "a": tokens.a, "b": tokens.b},
-        {"taps": by_head(weights.conv.T), "a_log": weights.a_log, "dt_bias": weights.dt_bias},
+        {"taps": by_head(weights.taps), "a_log": weights.a_log, "dt_bias": weights.dt_bias},
         vars(rows),
         lane,
         refs,
