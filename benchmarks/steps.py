@@ -32,6 +32,7 @@ from gdn_jax.kernels.dispatch import Implementation
 from gdn_jax.kernels.numerics import CHUNK
 from gdn_jax.model import abstract_model, resolve_dtype
 from gdn_jax.serving.runner.lanes import LaneSampling
+from gdn_jax.serving.runner.packed import StepInputs, pack_inputs
 from gdn_jax.serving.runner.pools import DeviceState, PoolSizes, make_device_state
 from gdn_jax.serving.runner.sampling import SampledRows
 from gdn_jax.serving.runner.steps import advance_step, prefill_step, split_model
@@ -129,7 +130,7 @@ def decode_step(model: Model, batch: int, context: int) -> tuple[Step, DeviceSta
     )
     ids = np.arange(batch, dtype=np.int32)[:, None]
     inputs = AdvanceBatch(token_ids=ids, rows=rows, lane=np.arange(batch, dtype=np.int32), block_tables=tables)
-    return partial(_advance, model, jax.device_put(inputs), _greedy(batch)), state
+    return partial(_advance, model, pack_inputs(inputs, _greedy(batch))), state
 
 
 def prefill_of(model: Model, num_tokens: int) -> tuple[Step, DeviceState]:
@@ -149,19 +150,15 @@ def prefill_of(model: Model, num_tokens: int) -> tuple[Step, DeviceState]:
     )
     ids = np.arange(num_tokens, dtype=np.int32) % model.config.vocab_size
     inputs = PrefillBatch(token_ids=ids, rows=rows, block_tables=tables)
-    return partial(_prefill, model, jax.device_put(inputs), _greedy(1)), state
+    return partial(_prefill, model, pack_inputs(inputs, _greedy(1))), state
 
 
-def _advance(
-    model: Model, inputs: AdvanceBatch, sampling: SampledRows, state: DeviceState
-) -> tuple[jax.Array, DeviceState]:
-    return advance_step(model.static, model.params, state, inputs, sampling)
+def _advance(model: Model, inputs: StepInputs, state: DeviceState) -> tuple[jax.Array, DeviceState]:
+    return advance_step(model.static, model.params, state, inputs)
 
 
-def _prefill(
-    model: Model, inputs: PrefillBatch, sampling: SampledRows, state: DeviceState
-) -> tuple[jax.Array, DeviceState]:
-    words, _, state = prefill_step(model.static, model.params, state, inputs, sampling)
+def _prefill(model: Model, inputs: StepInputs, state: DeviceState) -> tuple[jax.Array, DeviceState]:
+    words, _, state = prefill_step(model.static, model.params, state, inputs)
     return words, state
 
 

@@ -25,6 +25,7 @@ from gdn_jax.serving.runner.buckets import Buckets
 from gdn_jax.serving.runner.inputs import BlockTables, build_advance, build_prefill, padded_lanes, prefill_groups
 from gdn_jax.serving.runner.lanes import LaneSampling
 from gdn_jax.serving.runner.outputs import StepOutputs, describe_token, unpack
+from gdn_jax.serving.runner.packed import pack_inputs
 from gdn_jax.serving.runner.pools import DeviceState, PoolSizes, make_device_state
 from gdn_jax.serving.runner.prompt_scores import ScoredPrompt, next_prompt_ids, prompt_logprobs, score_prompts
 from gdn_jax.serving.runner.sampling import RowSampling, SampledRows
@@ -192,7 +193,9 @@ class Runner:
         sampling = self._gather(rows, padded_lanes(rows, batch.rows.length.shape[0], self._sizes.num_lanes))
         sampling = replace(sampling, is_greedy=False)  # one wait in the time of a prefill is not worth a compilation
         self._note("prefill", batch.token_ids.shape, batch.block_tables.shape)
-        words, hidden, self._device = prefill_step(self._static, self._params, self.device, batch, sampling)
+        words, hidden, self._device = prefill_step(
+            self._static, self._params, self.device, pack_inputs(batch, sampling)
+        )
         return words, hidden
 
     def _score(self, hidden: Array, next_ids: np.ndarray) -> Array:
@@ -204,7 +207,7 @@ class Runner:
         sampling = self._gather(rows, np.asarray(batch.lane))
         sampling = replace(sampling, is_greedy=sampling.is_greedy and may_be_greedy)
         self._note("greedy decode" if sampling.is_greedy else "decode", batch.token_ids.shape, batch.block_tables.shape)
-        words, self._device = advance_step(self._static, self._params, self.device, batch, sampling)
+        words, self._device = advance_step(self._static, self._params, self.device, pack_inputs(batch, sampling))
         return words
 
     def _note(self, step: str, *shapes: tuple[int, ...]) -> None:

@@ -28,6 +28,7 @@ from gdn_jax.serving.runner.accept import count_standing
 from gdn_jax.serving.runner.adjust import LaneHistory, adjust_logits, extend_history
 from gdn_jax.serving.runner.draft import Pending, make_drafts, prefill_entries, verified_entries
 from gdn_jax.serving.runner.outputs import StepOutputs, pack
+from gdn_jax.serving.runner.packed import StepInputs
 from gdn_jax.serving.runner.pools import DeviceState
 from gdn_jax.serving.runner.sampling import (
     Adjust,
@@ -38,7 +39,7 @@ from gdn_jax.serving.runner.sampling import (
     sample_tokens,
     token_logprobs,
 )
-from gdn_jax.state import AdvanceBatch, ModelState, PrefillBatch, RecurrentState
+from gdn_jax.state import ModelState, RecurrentState
 
 Params = tuple[Array, ...]  # leaves alone: a call takes a tree of modules apart leaf by leaf, in milliseconds
 
@@ -81,12 +82,13 @@ def split_model(model: LanguageModel, *, num_valid_tokens: int, num_top: int) ->
 
 @partial(jax.jit, static_argnames=("static",), donate_argnames=("state",))
 def prefill_step(
-    static: StepStatic, params: Params, state: DeviceState, batch: PrefillBatch, sampling: SampledRows
+    static: StepStatic, params: Params, state: DeviceState, inputs: StepInputs
 ) -> tuple[Int[Array, "rows words"], Float[Array, "T H"], DeviceState]:
     """Run packed spans, choose the token after each row's last one, and draft what may follow it.
 
     The final vectors of all tokens are returned too, for `prompt_scores.py`.
     """
+    batch, sampling = inputs.unpack()
     model, rows = static.model(params), batch.rows
     before = load_slots(state.model.hidden, rows.read_slot)  # read here: after the spans the pool would be copied
     hidden, after = model.decoder.prefill(batch, state.model)
@@ -122,9 +124,10 @@ def prefill_step(
 
 @partial(jax.jit, static_argnames=("static",), donate_argnames=("state",))
 def advance_step(
-    static: StepStatic, params: Params, state: DeviceState, batch: AdvanceBatch, sampling: SampledRows
+    static: StepStatic, params: Params, state: DeviceState, inputs: StepInputs
 ) -> tuple[Int[Array, "rows words"], DeviceState]:
     """Fold replay windows, run each row's pending token and its drafts, emit what stands, and draft what may follow."""
+    batch, sampling = inputs.unpack()
     model, rows = static.model(params), batch.rows
     is_new = rows.is_new(batch.token_ids.shape[1])
     window = jnp.concatenate([batch.token_ids[:, :1], gather_lanes(state.drafts, batch.lane)], axis=1)
