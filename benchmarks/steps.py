@@ -163,7 +163,7 @@ def _prefill(model: Model, inputs: StepInputs, state: DeviceState) -> tuple[jax.
 
 
 def _greedy(batch: int) -> SampledRows:
-    return LaneSampling(batch, tell_greedy=True).gather(np.arange(batch, dtype=np.int32), np.ones((batch,), np.bool_))
+    return LaneSampling(batch, tell_simple=True).gather(np.arange(batch, dtype=np.int32), np.ones((batch,), np.bool_))
 
 
 def benchmark(case: str, step: Step, state: DeviceState, options: Options, *, num_steps: int) -> Iterator[ResultRow]:

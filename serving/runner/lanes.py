@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from gdn_jax.serving.runner.adjust import NO_ADJUSTMENTS, RowAdjustments, pack_adjustments
-from gdn_jax.serving.runner.sampling import LaneParameters, RowSampling, SampledRows, pack_rows, takes_largest
+from gdn_jax.serving.runner.sampling import LaneParameters, RowSampling, SampledRows, asks_for_little, pack_rows
 
 MAX_BANNED = 1024  # most banned ids of a request; a step takes as many as its rows need (see sampling.py)
 
@@ -20,17 +20,17 @@ MAX_BANNED = 1024  # most banned ids of a request; a step takes as many as its r
 class LaneSampling:
     """One row of `LaneParameters` per lane, and how many alternatives the lane's request wants listed."""
 
-    def __init__(self, num_lanes: int, *, tell_greedy: bool = False) -> None:
+    def __init__(self, num_lanes: int, *, tell_simple: bool = False) -> None:
         """Create lanes that nobody uses: greedy ones, and one more behind them for padding.
 
         Args:
             num_lanes: lanes.
-            tell_greedy: whether rows that are greedy and ask for nothing else are marked so; steps for them are
+            tell_simple: whether rows that ask for little are marked so (`SampledRows.is_simple`); steps for them are
                 compiled apart.
         """
         self._num_lanes = num_lanes
-        self._tell_greedy = tell_greedy
-        self._is_greedy = np.ones((num_lanes + 1,), np.bool_)
+        self._tell_simple = tell_simple
+        self._is_simple = np.ones((num_lanes + 1,), np.bool_)
         self._num_top: list[int | None] = [None] * num_lanes
         nobody = _pack(RowSampling(), None, NO_ADJUSTMENTS)
         self._host: dict[str, np.ndarray] = {
@@ -44,8 +44,7 @@ class LaneSampling:
     ) -> None:
         """Give a lane to a request."""
         self._num_top[lane] = num_logprobs
-        is_plain = not row.banned and num_logprobs is None and not adjustments.adjusts
-        self._is_greedy[lane] = is_plain and takes_largest(row)
+        self._is_simple[lane] = asks_for_little(row) and num_logprobs is None and not adjustments.adjusts
         for name, value in _pack(row, num_logprobs, adjustments).items():
             if not np.array_equal(self._host[name][lane], value[0]):
                 self._host[name][lane] = value[0]
@@ -70,8 +69,8 @@ class LaneSampling:
             self._parameters = replace(self._parameters, **self._on_device(self._changed))
             self._changed.clear()
         rows: Any = {"lane": lane, "emits": emits}
-        is_greedy = self._tell_greedy and bool(self._is_greedy[lane].all())
-        return SampledRows(lanes=self._parameters, is_greedy=is_greedy, **rows)
+        is_simple = self._tell_simple and bool(self._is_simple[lane].all())
+        return SampledRows(lanes=self._parameters, is_simple=is_simple, **rows)
 
     def _on_device(self, names: Iterable[str]) -> dict[str, Any]:
         # Copies, since on a CPU the device may keep the very array that the next request changes.

@@ -28,13 +28,13 @@ class StepInputs:
         words: all small arrays, one after the other.
         lanes: sampling parameters of all lanes, which stay on the device.
         layout: static: what the words mean.
-        is_greedy: static: as in `SampledRows`.
+        is_simple: static: as in `SampledRows`.
     """
 
     words: Int[AnyArray, "words"]
     lanes: LaneParameters
     layout: Layout = field(metadata={"static": True})
-    is_greedy: bool = field(metadata={"static": True})
+    is_simple: bool = field(metadata={"static": True})
 
     def unpack(self) -> tuple[Any, SampledRows]:
         """Return the batch (`PrefillBatch` or `AdvanceBatch`) and the sampled rows; for inside a step."""
@@ -45,7 +45,7 @@ class StepInputs:
             leaves.append(self.words[first:last].reshape(shape).astype(dtype))
             first = last
         batch, lane, emits = jax.tree.unflatten(tree, leaves)
-        return batch, SampledRows(lanes=self.lanes, lane=lane, emits=emits, is_greedy=self.is_greedy)
+        return batch, SampledRows(lanes=self.lanes, lane=lane, emits=emits, is_simple=self.is_simple)
 
 
 def pack_inputs(batch: PrefillBatch | AdvanceBatch, sampling: SampledRows) -> StepInputs:
@@ -55,7 +55,7 @@ def pack_inputs(batch: PrefillBatch | AdvanceBatch, sampling: SampledRows) -> St
         words=_join(leaves),
         lanes=sampling.lanes,
         layout=(tree, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)),
-        is_greedy=sampling.is_greedy,
+        is_simple=sampling.is_simple,
     )
 
 

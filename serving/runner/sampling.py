@@ -93,14 +93,15 @@ class SampledRows:
         lanes: parameters of all lanes.
         lane: of each row.
         emits: whether the row's last token is its newest, so that the token after it is wanted.
-        is_greedy: static: whether all rows take their largest logit and ask for nothing else. A step for such rows has
-            no branch that depends on the device's numbers, so that a GPU's host need not wait for any of them.
+        is_simple: static: whether no row asks for more than temperature and min-p: no ranking, banned ids, penalties,
+            biases or log probabilities. A step for such rows has no loop and no sort that depend on the device's
+            numbers, so that a GPU's host need not wait for any of them.
     """
 
     lanes: LaneParameters
     lane: Int[AnyArray, "rows"]
     emits: Bool[AnyArray, "rows"]
-    is_greedy: bool = field(default=False, metadata={"static": True})
+    is_simple: bool = field(default=False, metadata={"static": True})
 
     def parameters(self) -> SamplingInputs:
         """Return the rows' sampling parameters."""
@@ -183,9 +184,9 @@ def _divisor(temperature: int | float) -> float:
     return 0.0 if temperature < _GREEDY_BELOW else float(min(temperature, _LARGEST_TEMPERATURE))
 
 
-def takes_largest(row: RowSampling) -> bool:
-    """Return whether a request takes the largest logit, whatever its seed and filters are."""
-    return _divisor(row.temperature) == 0
+def asks_for_little(row: RowSampling) -> bool:
+    """Return whether a request's token is found without ranking tokens or banning any: see `SampledRows.is_simple`."""
+    return not row.banned and (_divisor(row.temperature) == 0 or (row.top_k == 0 and row.top_p >= 1))
 
 
 def gumbel_noise(seed: UInt32[Array, "2"], position: Int[Array, ""], num_tokens: int) -> Float[Array, "V"]:
@@ -208,6 +209,7 @@ def sample_tokens(
     *,
     num_valid_tokens: int | Int[Array, ""],
     adjust: Adjust | None = None,
+    is_simple: bool = False,
 ) -> Int[Array, "rows *window"]:
     """Choose one token per row, or per row and place in its window.
 
@@ -218,6 +220,7 @@ def sample_tokens(
         num_valid_tokens: ids from here on have no text and are never chosen (the head may be wider than the tokenizer).
         adjust: changes the logits of all places once ids are masked, which have -inf and must keep it. It gets a copy
             that is the sampler's own, so that it may change it in place.
+        is_simple: static; as in `SampledRows`. The tokens are the same, found without what such rows never need.
 
     Returns:
         int32 ids below `num_valid_tokens`. Where no logit is finite the id means nothing: see `samplable`.
@@ -225,28 +228,28 @@ def sample_tokens(
     vocab, window = logits.shape[-1], position.size // position.shape[0]
     flat = jax.tree.map(lambda array: jnp.repeat(array, window, axis=0), inputs)
     places = position.reshape(-1)
-    allowed = _mask(logits.reshape(-1, vocab).astype(jnp.float32), flat, places, num_valid_tokens)
+    allowed = _mask_padding(logits.reshape(-1, vocab).astype(jnp.float32), num_valid_tokens)
+    if not is_simple:
+        allowed = _mask_banned(allowed, flat, places)
     if adjust is not None:
         allowed = adjust(allowed.reshape(-1, window, vocab)).reshape(-1, vocab)
     greedy = jnp.argmax(allowed, axis=-1).astype(jnp.int32)
     draws = flat.temperature > 0
-    drawn = jax.lax.cond(jnp.any(draws), lambda: _draw(allowed, flat, places), lambda: greedy)
+    drawn = jax.lax.cond(jnp.any(draws), lambda: _draw(allowed, flat, places, is_simple=is_simple), lambda: greedy)
     return jnp.where(draws, drawn, greedy).reshape(position.shape)
 
 
-def greedy_tokens(logits: Float[Array, "*lead V"], *, num_valid_tokens: int | Int[Array, ""]) -> Int[Array, "*lead"]:
-    """Choose the largest logit, the first of equal ones: what `sample_tokens` does for rows that ask for no more."""
-    ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-    valid = jnp.where(ids < num_valid_tokens, logits.astype(jnp.float32), -jnp.inf)
-    return jnp.argmax(valid, axis=-1).astype(jnp.int32)
-
-
-def filter_logits(logits: Float[Array, "N V"], inputs: SamplingInputs) -> Float[Array, "N V"]:
+def filter_logits(
+    logits: Float[Array, "N V"], inputs: SamplingInputs, *, is_simple: bool = False
+) -> Float[Array, "N V"]:
     """Return the logits by temperature, their maximum moved to 0, with -inf where top-k, top-p or min-p drop a token.
 
     The softmax of a row is the distribution its token is drawn from. Rows of temperature 0 are as with temperature 1.
     """
     scaled = _scale(logits, _finite_max(logits), inputs)
+    passes_min_p = scaled >= jnp.log(inputs.min_p)[:, None]
+    if is_simple:
+        return jnp.where(passes_min_p, scaled, -jnp.inf)
     ranked = (inputs.temperature > 0) & ((inputs.top_k > 0) | (inputs.top_p < 1))
     # Ranking the vocabulary costs more than the rest together, so it is done only in steps where a row needs it.
     kept = jax.lax.cond(
@@ -254,8 +257,7 @@ def filter_logits(logits: Float[Array, "N V"], inputs: SamplingInputs) -> Float[
         lambda: _is_leading(logits, inputs, ranked=ranked),
         lambda: jnp.ones_like(logits, jnp.bool),
     )
-    kept &= scaled >= jnp.log(inputs.min_p)[:, None]
-    return jnp.where(kept, scaled, -jnp.inf)
+    return jnp.where(kept & passes_min_p, scaled, -jnp.inf)
 
 
 def samplable(logits: Float[Array, "*lead V"], *, num_valid_tokens: int) -> Bool[Array, "*lead"]:
@@ -294,16 +296,15 @@ def token_logprobs(
     )
 
 
-def _mask(
-    logits: Float[Array, "N V"],
-    inputs: SamplingInputs,
-    position: Int[Array, "N"],
-    num_valid_tokens: int | Int[Array, ""],
-) -> Float[Array, "N V"]:
-    """Return the logits with -inf at ids without text and at ids that are banned at this position."""
-    rows, vocab = logits.shape
+def _mask_padding(logits: Float[Array, "N V"], num_valid_tokens: int | Int[Array, ""]) -> Float[Array, "N V"]:
+    """Return the logits with -inf at ids without text."""
     ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
-    logits = jnp.where(ids < num_valid_tokens, _one_zero(logits), -jnp.inf)
+    return jnp.where(ids < num_valid_tokens, _one_zero(logits), -jnp.inf)
+
+
+def _mask_banned(logits: Float[Array, "N V"], inputs: SamplingInputs, position: Int[Array, "N"]) -> Float[Array, "N V"]:
+    """Return the logits with -inf at ids that are banned at this position."""
+    rows, vocab = logits.shape
     holds = (position < inputs.banned_until)[:, None] & (inputs.banned >= 0)
     column = jnp.where(holds, inputs.banned, vocab)  # out of range, so dropped; -1 would mean the last id
     if column.shape[1] == 0:
@@ -331,9 +332,11 @@ def _finite_max(logits: Float[Array, "*lead V"]) -> Float[Array, "*lead 1"]:
     return jnp.where(jnp.isfinite(top), top, 0.0)
 
 
-def _draw(allowed: Float[Array, "N V"], inputs: SamplingInputs, position: Int[Array, "N"]) -> Int[Array, "N"]:
+def _draw(
+    allowed: Float[Array, "N V"], inputs: SamplingInputs, position: Int[Array, "N"], *, is_simple: bool
+) -> Int[Array, "N"]:
     """Draw a token per row by Gumbel-max; greedy rows get some id, which the caller drops."""
-    kept = filter_logits(allowed, inputs)
+    kept = filter_logits(allowed, inputs, is_simple=is_simple)
     noise = jax.vmap(gumbel_noise, in_axes=(0, 0, None))(inputs.seed, position, allowed.shape[-1])
     return jnp.argmax(kept + noise, axis=-1).astype(jnp.int32)
 

@@ -34,7 +34,6 @@ from gdn_jax.serving.runner.sampling import (
     Adjust,
     LogprobArrays,
     SampledRows,
-    greedy_tokens,
     samplable,
     sample_tokens,
     token_logprobs,
@@ -188,15 +187,22 @@ class _Emitted:
     stored: Bool[Array, "rows boundaries"]
 
 
-def _adjuster(sampling: SampledRows, state: DeviceState, proposed: Int[Array, "rows M"]) -> Adjust:
-    """Return what adjusts the logits of a window: its place j follows the first j of the proposed tokens."""
-    places = jnp.arange(1 + proposed.shape[1])
+def _adjuster(
+    sampling: SampledRows, state: DeviceState, proposed: Int[Array, "rows M"], num_before: Int[Array, "T"] | None = None
+) -> Adjust | None:
+    """Return what adjusts the logits of a window, if anything does.
+
+    Its places follow `num_before` of the proposed tokens: 0, 1, 2, ... if not told otherwise.
+    """
+    if sampling.is_simple:
+        return None
+    places = jnp.arange(1 + proposed.shape[1]) if num_before is None else num_before
     return partial(adjust_logits, rows=sampling, history=state.history, after=proposed, num_after=places)
 
 
 def _extended(state: DeviceState, sampling: SampledRows, emitted: _Emitted) -> LaneHistory:
     """Return the history with what the rows emit; drafts that did not stand never become part of it."""
-    if sampling.is_greedy:  # then no row has a history
+    if sampling.is_simple:  # then no row has a history
         return state.history
     return extend_history(state.history, sampling, emitted.drawn.tokens, emitted.num_tokens)
 
@@ -207,23 +213,27 @@ def _draw(
     hidden: Float[Array, "rows T H"],
     position: Int[Array, "rows T"],
     sampling: SampledRows,
-    adjust: Adjust,
+    adjust: Adjust | None,
 ) -> _Drawn:
     """Draw the token at each position from the hidden vector before it."""
     valid = static.num_valid_tokens
     logits = model.decoder.logits(hidden)
     sound = samplable(logits, num_valid_tokens=valid)
-    if sampling.is_greedy:
-        tokens = greedy_tokens(logits, num_valid_tokens=valid)
-    else:
-        tokens = sample_tokens(logits, sampling.parameters(), position, num_valid_tokens=valid, adjust=adjust)
+    tokens = sample_tokens(
+        logits,
+        sampling.parameters(),
+        position,
+        num_valid_tokens=valid,
+        adjust=adjust,
+        is_simple=sampling.is_simple,
+    )
     describe = partial(token_logprobs, logits, tokens, num_top=static.num_top, num_valid_tokens=valid)
 
     def nothing() -> LogprobArrays:
         """Return zeros in the shapes of a description, which the compiler does not compute for that."""
         return jax.tree.map(jnp.zeros_like, describe())
 
-    if sampling.is_greedy:
+    if sampling.is_simple:
         return _Drawn(tokens=tokens, logprobs=nothing(), sound=sound)
     return _Drawn(tokens=tokens, logprobs=jax.lax.cond(sampling.want_logprobs(), describe, nothing), sound=sound)
 
@@ -249,11 +259,14 @@ def _draft(
         num_before: Int[Array, ""],
     ) -> Int[Array, "rows"]:
         """Choose as the target will, which by then has the drafts before this one in its window."""
-        if sampling.is_greedy:
-            return greedy_tokens(logits, num_valid_tokens=static.num_valid_tokens)
-        places = num_before[None]
-        adjust = partial(adjust_logits, rows=sampling, history=state.history, after=drafts, num_after=places)
-        return sample_tokens(logits, parameters, position, num_valid_tokens=static.num_valid_tokens, adjust=adjust)
+        return sample_tokens(
+            logits,
+            parameters,
+            position,
+            num_valid_tokens=static.num_valid_tokens,
+            adjust=_adjuster(sampling, state, drafts, num_before[None]),
+            is_simple=sampling.is_simple,
+        )
 
     drafts, pages = make_drafts(
         model,

@@ -1,4 +1,4 @@
-"""Steps of greedy rows, compiled apart: they choose as the general step does, and rows that ask for more get none."""
+"""Steps of rows that ask for little, compiled apart: the tokens of the general step, and for no other rows."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from gdn_jax.serving.core.plan import Phase
 from gdn_jax.serving.runner.adjust import RowAdjustments
 from gdn_jax.serving.runner.lanes import LaneSampling
 from gdn_jax.serving.runner.runner import RequestSampling, Runner
-from gdn_jax.serving.runner.sampling import RowSampling, greedy_tokens
+from gdn_jax.serving.runner.sampling import RowSampling
 from gdn_jax.weights import dummy_weights
 
 PROMPT = tuple(range(10, 30))
@@ -38,26 +38,30 @@ def decode(runner: Runner, sampling: RequestSampling = GREEDY, num_tokens: int =
     return tokens[:num_tokens]
 
 
-def test_a_greedy_step_gives_the_tokens_of_the_general_one(model: LanguageModel) -> None:
-    apart, general = (make_runner(model, sizes=DRAFTING, greedy_steps=greedy) for greedy in (True, False))
-    assert decode(apart) == decode(general)
-    assert {step for step, _ in apart._shapes} == {"prefill", "greedy decode"}
+@pytest.mark.parametrize(
+    "row_sampling", [RowSampling(), RowSampling(temperature=0.9, seed=2**33 + 5), RowSampling(temperature=2, min_p=0.1)]
+)
+def test_a_simple_step_gives_the_tokens_of_the_general_one(model: LanguageModel, row_sampling: RowSampling) -> None:
+    apart, general = (make_runner(model, sizes=DRAFTING, simple_steps=simple) for simple in (True, False))
+    asked = RequestSampling(row=row_sampling, num_logprobs=None)
+    assert decode(apart, asked) == decode(general, asked)
+    assert {step for step, _ in apart._shapes} == {"prefill", "simple decode"}
     assert {step for step, _ in general._shapes} == {"prefill", "decode"}
 
 
-def test_a_row_that_asks_for_log_probabilities_has_them_where_greedy_steps_are_apart(model: LanguageModel) -> None:
-    runner = make_runner(model, sizes=DRAFTING, greedy_steps=True)
+def test_a_row_that_asks_for_log_probabilities_has_them_where_simple_steps_are_apart(model: LanguageModel) -> None:
+    runner = make_runner(model, sizes=DRAFTING, simple_steps=True)
     tokens = decode(runner, RequestSampling(row=RowSampling(), num_logprobs=2))
     assert {step for step, _ in runner._shapes} == {"prefill", "decode"}
-    assert tokens == decode(make_runner(model, sizes=DRAFTING, greedy_steps=True))
+    assert tokens == decode(make_runner(model, sizes=DRAFTING, simple_steps=True))
 
 
 def test_warm_up_compiles_both_steps(model: LanguageModel) -> None:
-    runner = make_runner(model, sizes=DRAFTING, greedy_steps=True)
+    runner = make_runner(model, sizes=DRAFTING, simple_steps=True)
     runner.warm_up()
     compiled = runner.num_compiled
     decode(runner)
-    decode(runner, RequestSampling(row=RowSampling(temperature=0.7, seed=3), num_logprobs=None))
+    decode(runner, RequestSampling(row=RowSampling(temperature=0.7, top_k=5, seed=3), num_logprobs=None))
     assert runner.num_compiled == compiled
 
 
@@ -66,25 +70,22 @@ def test_warm_up_compiles_both_steps(model: LanguageModel) -> None:
     [
         (RowSampling(), None, RowAdjustments(), True),
         (RowSampling(top_k=5, top_p=0.5, seed=9), None, RowAdjustments(), True),  # of no meaning at temperature 0
-        (RowSampling(temperature=0.5), None, RowAdjustments(), False),
+        (RowSampling(temperature=0.5, min_p=0.1), None, RowAdjustments(), True),
+        (RowSampling(temperature=0.5, top_k=20), None, RowAdjustments(), False),
+        (RowSampling(temperature=0.5, top_p=0.9), None, RowAdjustments(), False),
         (RowSampling(banned=(4,), banned_until=30), None, RowAdjustments(), False),
         (RowSampling(), 0, RowAdjustments(), False),
         (RowSampling(), None, RowAdjustments(presence=0.1), False),
     ],
 )
-def test_a_step_is_greedy_only_if_all_its_rows_ask_for_nothing_else(
+def test_a_step_is_simple_only_if_none_of_its_rows_asks_for_more(
     row_sampling: RowSampling, num_logprobs: int | None, adjustments: RowAdjustments, expected: bool
 ) -> None:
-    lanes = LaneSampling(3, tell_greedy=True)
+    lanes = LaneSampling(3, tell_simple=True)
     lanes.assign(1, row_sampling, num_logprobs, adjustments)
     emits = np.ones((2,), np.bool_)
-    assert lanes.gather(np.asarray([1, 3]), emits).is_greedy == expected
-    assert lanes.gather(np.asarray([0, 3]), emits).is_greedy
+    assert lanes.gather(np.asarray([1, 3]), emits).is_simple == expected
+    assert lanes.gather(np.asarray([0, 3]), emits).is_simple
     lanes.release(1)
-    assert lanes.gather(np.asarray([1, 3]), emits).is_greedy
-    assert not LaneSampling(3).gather(np.asarray([0, 3]), emits).is_greedy
-
-
-def test_the_first_of_equal_logits_is_chosen_and_no_id_without_a_text() -> None:
-    logits = jnp.asarray([[0.0, 3.0, 3.0, 9.0], [-0.0, 0.0, -1.0, 0.0], [-jnp.inf, -5.0, -jnp.inf, 0.0]])
-    assert greedy_tokens(logits, num_valid_tokens=3).tolist() == [1, 0, 1]
+    assert lanes.gather(np.asarray([1, 3]), emits).is_simple
+    assert not LaneSampling(3).gather(np.asarray([0, 3]), emits).is_simple
