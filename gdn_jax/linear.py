@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from gdn_jax.kernels.numerics import einsum
+from gdn_jax.kernels.numerics import einsum, project
 
 
 def normal_weight(shape: tuple[int, ...], *, fan_in: int, dtype: jnp.dtype, rngs: nnx.Rngs) -> nnx.Param:
@@ -34,7 +34,7 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "*tokens in"]) -> Float[Array, "*tokens out"]:
         """Return the product in x's dtype."""
-        return einsum("...i,oi->...o", x, self.weight[...]).astype(x.dtype)
+        return project(x, self.weight[...])
 
     def in_float32(self, x: Float[Array, "*tokens in"]) -> Float[Array, "*tokens out"]:
         """Return the product of float32 operands, not rounded: for the few outputs that choose or scale others."""
@@ -56,7 +56,7 @@ class JoinedLinear(nnx.Module):
 
     def __call__(self, x: Float[Array, "*tokens in"]) -> list[Float[Array, "*tokens out"]]:
         """Return the product of each part, in x's dtype."""
-        return jnp.split(einsum("...i,oi->...o", x, self.weight[...]).astype(x.dtype), self.ends, axis=-1)
+        return jnp.split(project(x, self.weight[...]), self.ends, axis=-1)
 
 
 class Embedding(nnx.Module):
