@@ -15,17 +15,19 @@ class AdvanceTiles:
     """How the advance is cut up.
 
     Attributes:
-        value_rows: rows of a transposed state `[dv, dk]` that one program owns, a multiple of 16. Fewer rows need fewer
+        value_rows: rows of a transposed state `[dv, dk]` that one program owns, a multiple of 32. Fewer rows need fewer
             registers, so more programs share a multiprocessor and more bytes are on their way; more rows share the
             work on keys and queries.
+        lanes: that share a row of the state, 4 or 8.
     """
 
     value_rows: int
+    lanes: int = 4
 
 
-def advance_tiles(state_dtype: jnp.dtype) -> AdvanceTiles:
-    """Choose tiles: 16 KiB of state for a program, 6 of which fit a multiprocessor of a Hopper GPU."""
-    return AdvanceTiles(value_rows=32 if jnp.dtype(state_dtype).itemsize == 4 else 64)
+def advance_tiles(num_states: int, value_dim: int, state_dtype: jnp.dtype) -> AdvanceTiles:
+    """Choose tiles for `num_states` states, one for each row and head."""
+    return AdvanceTiles(value_rows=64)
 
 
 def check_advance(num_key: int, num_value: int, key_dim: int, value_dim: int, state_dtype: jnp.dtype) -> None:

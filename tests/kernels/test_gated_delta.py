@@ -216,11 +216,11 @@ class TestAdvance:
 
 
 class TestMosaicAdvance:
-    @pytest.mark.parametrize("value_rows", [16, 32, 64])
-    def test_tiles_change_no_more_than_the_order_of_sums(self, value_rows: int) -> None:
+    @pytest.mark.parametrize(("value_rows", "lanes"), [(32, 4), (64, 4), (32, 8), (64, 8)])
+    def test_tiles_change_no_more_than_the_order_of_sums(self, value_rows: int, lanes: int) -> None:
         args = make_advance(CASES["test/advance/heads/2x4/128x64"])
         outputs, stored = oracle.delta_advance(args.q, args.new, args.replay, args.rows, args.pool)
-        tiles = AdvanceTiles(value_rows=value_rows)
+        tiles = AdvanceTiles(value_rows=value_rows, lanes=lanes)
         tiled, pool = run_mosaic(partial(mosaic_advance, *vars(args).values(), tiles=tiles))
         assert_close(np.asarray(tiled), outputs, FLOAT32)
         assert_stored(np.asarray(pool), args.pool, stored, FLOAT32)
