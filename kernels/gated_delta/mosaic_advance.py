@@ -1,8 +1,9 @@
 """The advance of the gated delta rule as one Pallas kernel for Hopper GPUs (Mosaic GPU), its pool updated in place.
 
-One program owns `value_rows` rows of one head's transposed state for one row of the batch. It reads them once, folds
-the replay window in registers, writes them once (and once more where a save falls into the window), and runs the new
-tokens on what it holds. So a step moves one read and one write of each state, whatever the number of drafts.
+One program owns some rows of one head's transposed state for one row of the batch. It reads them once, folds the replay
+window in registers, writes them once (and once more where a save falls into the window), and runs the new tokens on
+what it holds. So a step moves one read and one write of each state, whatever the number of drafts. What tokens need
+comes to shared memory once, in float32, while the state is on its way.
 
 Programs of one call run in any order. They touch disjoint parts of the pool as long as no row writes a slot that
 another row reads or writes, which `AdvanceRows` demands.
@@ -45,33 +46,36 @@ def gdn_advance(
 
     Raises:
         UnsupportedKernelError: for widths and dtypes that `check_advance` refuses.
+        ValueError: the tiles of a program do not divide a state.
     """
     num_rows, num_new, num_key, key_dim = q.shape
     num_replay, num_heads, value_dim = replay.v.shape[1:]
     check_advance(num_key, num_heads, key_dim, value_dim, pool.dtype)
-    tiles = tiles or advance_tiles(num_rows * num_heads, value_dim, pool.dtype)
-    value_rows = tiles.value_rows
+    tiles = tiles or advance_tiles(num_rows * num_heads, value_dim)
+    if value_dim % tiles.owned_rows:
+        raise ValueError(
+            f"the rows of a program must divide the {value_dim} of a state; got {tiles.owned_rows}, which are "
+            f"{tiles.num_tiles} tiles of {tiles.value_rows}"
+        )
 
     def staged(window: int) -> dict[str, Any]:
-        per_token = {"k": key_dim, "v": value_rows}
-        shapes = {name: (window, width) for name, width in per_token.items()} | {"decay": (window,), "beta": (window,)}
+        shapes = {"k": (window, key_dim), "v": (window, tiles.owned_rows), "decay": (window,), "beta": (window,)}
         return {name: plgpu.SMEM(shape, jnp.float32) for name, shape in shapes.items()}
 
+    asked = {"q": plgpu.SMEM((num_new, key_dim), jnp.float32), "k.q": plgpu.SMEM((num_new,), jnp.float32)}
+    tile_shape = tiles.num_tiles, tiles.value_rows, key_dim
     states = jax.new_ref(pool)
     out = plgpu.kernel(
         _make_body(num_heads // num_key, tiles),
         kernel_name="gdn_advance",
         out_type=jax.ShapeDtypeStruct((num_rows, num_new, num_heads, value_dim), q.dtype),
         scratch_types={
-            "tile": plgpu.SMEM((value_rows, key_dim), pool.dtype, transforms=swizzled(pool.dtype)),
-            "loaded": plgpu.Barrier(),
+            "tile": plgpu.SMEM(tile_shape, pool.dtype, transforms=swizzled(pool.dtype)),
+            "loaded": plgpu.Barrier(num_barriers=tiles.num_tiles),
             "folding": staged(num_replay),
-            "running": staged(num_new) | {
-                "q": plgpu.SMEM((num_new, key_dim), jnp.float32),
-                "k.q": plgpu.SMEM((num_new,), jnp.float32),
-            },
+            "running": staged(num_new) | asked,
         },
-        grid=(num_rows, num_heads, value_dim // value_rows),
+        grid=(num_rows, num_heads, value_dim // tiles.owned_rows),
         grid_names=("row", "head", "part"),
         # Each thread of CUDA writes those places of the tile that it has read, and `commit_smem` stands between all
         # else that is written to shared memory and its readers. Nothing is both read and written in global memory.
@@ -96,10 +100,10 @@ def _make_body(group: int, tiles: AdvanceTiles) -> Callable[..., None]:
         folding: dict[str, Any],
         running: dict[str, Any],
     ) -> None:
-        value_rows, key_dim = tile.shape
+        num_tiles, value_rows, key_dim = tile.shape
         layout = RowsOverLanes(value_rows, tiles.lanes, tile.dtype)
         row, head, part = (lax.axis_index(name) for name in ("row", "head", "part"))
-        key_head, owned = head // group, pl.ds(part * value_rows, value_rows)
+        key_head, owned = head // group, pl.ds(part * num_tiles * value_rows, num_tiles * value_rows)
         read_slot, write_slot, save_slot = rows["read_slot"][row], rows["write_slot"][row], rows["save_slot"][row]
         num_new = jnp.clip(rows["num_new"][row], 0, out.shape[1])
         num_replay = jnp.clip(rows["num_replay"][row], 0, replay["k"].shape[1])
@@ -117,7 +121,7 @@ def _make_body(group: int, tiles: AdvanceTiles) -> Callable[..., None]:
                         query = _load(q.at[row, places, key_head], lanes)
                         entries.append((refs["q"].at[places], query))
                         entries.append((refs["k.q"].at[places], jnp.sum(key * query, axis=-1)))
-                for places, lanes in _groups(kind["v"].shape[1], value_rows):
+                for places, lanes in _groups(kind["v"].shape[1], owned.size):
                     entries.append((refs["v"].at[places], _load(kind["v"].at[row, places, head, owned], lanes)))
                 for place in range(kind["g"].shape[1]):
                     entries.append((refs["decay"].at[place], jnp.exp(kind["g"][row, place, head])))
@@ -126,52 +130,71 @@ def _make_body(group: int, tiles: AdvanceTiles) -> Callable[..., None]:
                 ref[...] = values
             plgpu.commit_smem()
 
-        def load_state() -> Array:
-            plgpu.barrier_wait(loaded)
-            return plgpu.load(tile, layout=layout.matrix).astype(jnp.float32)
+        def in_head(index: Any) -> Any:
+            """Return the rows of a tile among those of the head."""
+            return pl.ds(owned.start + index * value_rows, value_rows)
 
-        def store_state(slot: Array, state: Array) -> None:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the tile may be on its way to the slot of a save
-            tile[...] = state.astype(tile.dtype)
+        def load_state(index: Array) -> Array:
+            plgpu.barrier_wait(loaded.at[index])
+            return plgpu.load(tile.at[index], layout=layout.matrix).astype(jnp.float32)
+
+        def store_state(slot: Array, index: Array, state: Array) -> None:
+            tile[index] = state.astype(tile.dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(tile, pool.at[slot, head, owned])
+            plgpu.copy_smem_to_gmem(tile.at[index], pool.at[slot, head, in_head(index)])
 
-        def decayed(token: dict[str, Any], state: Array) -> tuple[Array, Array, Array]:
-            """Return the state after a token's decay, its key, and beta e."""
-            key = plgpu.load(token["k"], layout=layout.row)
-            value = plgpu.load(token["v"], layout=layout.column)
-            state = state * everywhere(token["decay"][...], state.shape)
-            return state, key, token["beta"][...] * (value - _read(state, key))
+        def advance_tile(index: Array, nothing: None) -> None:
+            of_tile = pl.ds(index * value_rows, value_rows)  # among the rows that this program owns
 
-        def fold(index: Array, state: Array) -> Array:
-            state = _updated(*decayed(_at(folding, index), state))
-            pl.when((save_slot != NULL_SLOT) & (index + 1 == save_after))(lambda: store_state(save_slot, state))
-            return state
+            def decayed(token: dict[str, Any], state: Array) -> tuple[Array, Array, Array]:
+                """Return the state after a token's decay, its key, and beta e."""
+                key = plgpu.load(token["k"], layout=layout.row)
+                value = plgpu.load(token["v"].at[of_tile], layout=layout.column)
+                state = state * everywhere(token["decay"][...], state.shape)
+                return state, key, token["beta"][...] * (value - _read(state, key))
 
-        def run(index: Array, state: Array) -> Array:
-            token = _at(running, index)
-            query = plgpu.load(token["q"], layout=layout.row)
-            state, key, error = decayed(token, state)
-            # S^T q after the update, from the state before it: nobody needs the state after the last token.
-            output = _read(state, query) + error * token["k.q"][...]
-            out[row, index, head, owned] = output.astype(out.dtype)
-            return lax.cond(index + 1 < num_new, lambda: _updated(state, key, error), lambda: state)
+            def save(state: Array) -> None:
+                store_state(save_slot, index, state)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the tile will be written again
 
-        def leave_blank(index: Array, nothing: None) -> None:
-            out[row, index, head, owned] = plgpu.layout_cast(jnp.zeros((value_rows,), out.dtype), layout.column)
+            def fold(place: Array, state: Array) -> Array:
+                state = _updated(*decayed(_at(folding, place), state))
+                pl.when((save_slot != NULL_SLOT) & (place + 1 == save_after))(lambda: save(state))
+                return state
 
-        @pl.when((write_slot != NULL_SLOT) | (num_replay > 0) | (num_new > 0))  # a padding row moves nothing
-        def _() -> None:
-            is_null = read_slot == NULL_SLOT
-            pl.when(~is_null)(lambda: plgpu.copy_gmem_to_smem(pool.at[read_slot, head, owned], tile, loaded))
-            stage_tokens()
+            def run(place: Array, state: Array) -> Array:
+                token = _at(running, place)
+                query = plgpu.load(token["q"], layout=layout.row)
+                state, key, error = decayed(token, state)
+                # S^T q after the update, from the state before it, so that both sums are under way together.
+                output = _read(state, query) + error * token["k.q"][...]
+                out[row, place, head, in_head(index)] = output.astype(out.dtype)
+                return _updated(state, key, error)
+
             zeros = plgpu.layout_cast(jnp.zeros((value_rows, key_dim), jnp.float32), layout.matrix)
-            state = lax.fori_loop(0, num_replay, fold, lax.cond(is_null, lambda: zeros, load_state))
-            pl.when(write_slot != NULL_SLOT)(lambda: store_state(write_slot, state))
+            state = lax.cond(read_slot == NULL_SLOT, lambda: zeros, lambda: load_state(index))
+            state = lax.fori_loop(0, num_replay, fold, state)
+            pl.when(write_slot != NULL_SLOT)(lambda: store_state(write_slot, index, state))
             lax.fori_loop(0, num_new, run, state)
 
+        def leave_blank(place: Array, nothing: None) -> None:
+            lanes = RowsOverLanes(owned.size, tiles.lanes, tile.dtype).column
+            out[row, place, head, owned] = plgpu.layout_cast(jnp.zeros((owned.size,), out.dtype), lanes)
+
+        # A padding row moves nothing. The slot to read is asked for here so that it is known as early as the others.
+        @pl.when((read_slot != NULL_SLOT) | (write_slot != NULL_SLOT) | (num_replay > 0) | (num_new > 0))
+        def _() -> None:
+            for index in range(num_tiles):
+                pl.when(read_slot != NULL_SLOT)(
+                    lambda index=index: plgpu.copy_gmem_to_smem(
+                        pool.at[read_slot, head, in_head(index)], tile.at[index], loaded.at[index]
+                    )
+                )
+            stage_tokens()
+            lax.fori_loop(0, num_tiles, advance_tile, None)
+
         lax.fori_loop(num_new, out.shape[1], leave_blank, None)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # a program that ends gives up its tile
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # a program that ends gives up its tiles
 
     return gdn_advance_body
 
