@@ -130,7 +130,7 @@ def decode_step(model: Model, batch: int, context: int) -> tuple[Step, DeviceSta
     )
     ids = np.arange(batch, dtype=np.int32)[:, None]
     inputs = AdvanceBatch(token_ids=ids, rows=rows, lane=np.arange(batch, dtype=np.int32), block_tables=tables)
-    return partial(_advance, model, pack_inputs(inputs, _greedy(batch))), state
+    return partial(_advance, model, jax.device_put(pack_inputs(inputs, _greedy(batch)))), state
 
 
 def prefill_of(model: Model, num_tokens: int) -> tuple[Step, DeviceState]:
@@ -150,7 +150,7 @@ def prefill_of(model: Model, num_tokens: int) -> tuple[Step, DeviceState]:
     )
     ids = np.arange(num_tokens, dtype=np.int32) % model.config.vocab_size
     inputs = PrefillBatch(token_ids=ids, rows=rows, block_tables=tables)
-    return partial(_prefill, model, pack_inputs(inputs, _greedy(1))), state
+    return partial(_prefill, model, jax.device_put(pack_inputs(inputs, _greedy(1)))), state
 
 
 def _advance(model: Model, inputs: StepInputs, state: DeviceState) -> tuple[jax.Array, DeviceState]:
@@ -163,7 +163,7 @@ def _prefill(model: Model, inputs: StepInputs, state: DeviceState) -> tuple[jax.
 
 
 def _greedy(batch: int) -> SampledRows:
-    return LaneSampling(batch, tell_simple=True).gather(np.arange(batch, dtype=np.int32), np.ones((batch,), np.bool_))
+    return LaneSampling(batch, tell_demand=True).gather(np.arange(batch, dtype=np.int32), np.ones((batch,), np.bool_))
 
 
 def benchmark(case: str, step: Step, state: DeviceState, options: Options, *, num_steps: int) -> Iterator[ResultRow]:

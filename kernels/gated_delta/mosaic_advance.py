@@ -25,6 +25,8 @@ from gdn_jax.kernels.gated_delta.inputs import DeltaInputs
 from gdn_jax.kernels.gated_delta.tiles import AdvanceTiles, advance_tiles, check_advance
 from gdn_jax.kernels.mosaic import HeadsOverWarps, RowsOverLanes, everywhere, over_columns, over_rows, swizzled
 
+_LANES = 8  # that share a row, whatever the tiles are: sums over keys have one order then
+
 
 @partial(jax.jit, static_argnames=("tiles",))
 def gdn_advance(
@@ -48,36 +50,30 @@ def gdn_advance(
 
     Raises:
         UnsupportedKernelError: for widths and dtypes that `check_advance` refuses.
-        ValueError: the tiles of a program do not divide a state.
     """
     num_rows, num_new, num_key, key_dim = q.shape
     num_replay, num_heads, value_dim = replay.v.shape[1:]
     check_advance(num_key, num_heads, key_dim, value_dim, pool.dtype)
-    tiles = tiles or advance_tiles(num_rows * num_heads, value_dim)
-    if value_dim % tiles.owned_rows:
-        raise ValueError(
-            f"the rows of a program must divide the {value_dim} of a state; got {tiles.owned_rows}, which are "
-            f"{tiles.num_tiles} tiles of {tiles.value_rows}"
-        )
+    tiles = tiles or advance_tiles(num_rows * num_heads, value_dim, num_new, pool.dtype)
 
     def staged(window: int) -> dict[str, Any]:
-        shapes = {"k": (window, key_dim), "v": (window, tiles.owned_rows), "decay": (window,), "beta": (window,)}
+        shapes = {"k": (window, key_dim), "v": (window, value_dim), "decay": (window,), "beta": (window,)}
         return {name: plgpu.SMEM(shape, jnp.float32) for name, shape in shapes.items()}
 
     asked = {"q": plgpu.SMEM((num_new, key_dim), jnp.float32), "k.q": plgpu.SMEM((num_new,), jnp.float32)}
-    tile_shape = tiles.num_tiles, tiles.value_rows, key_dim
     states = jax.new_ref(pool)
     out = plgpu.kernel(
-        _make_body(num_heads // num_key, tiles),
+        _make_body(num_heads // num_key),
         kernel_name="gdn_advance",
         out_type=jax.ShapeDtypeStruct((num_rows, num_new, num_heads, value_dim), q.dtype),
         scratch_types={
-            "tile": plgpu.SMEM(tile_shape, pool.dtype, transforms=swizzled(pool.dtype)),
-            "loaded": plgpu.Barrier(num_barriers=tiles.num_tiles),
+            "tile": plgpu.SMEM((tiles.value_rows, key_dim), pool.dtype, transforms=swizzled(pool.dtype)),
+            "loaded": plgpu.Barrier(),
+            "outputs": plgpu.SMEM((num_new, tiles.value_rows), q.dtype),
             "folding": staged(num_replay),
             "running": staged(num_new) | asked,
         },
-        grid=(num_rows, num_heads, value_dim // tiles.owned_rows),
+        grid=(num_rows, num_heads, value_dim // tiles.value_rows),
         grid_names=("row", "head", "part"),
         # Each thread of CUDA writes those places of the tile that it has read, and `commit_smem` stands between all
         # else that is written to shared memory and its readers. Nothing is both read and written in global memory.
@@ -86,7 +82,7 @@ def gdn_advance(
     return out, jax.freeze(states)
 
 
-def _make_body(group: int, tiles: AdvanceTiles) -> Callable[..., None]:
+def _make_body(group: int) -> Callable[..., None]:
     """Return the program for `group` value heads per key head; its arguments are those of `gdn_advance` as refs."""
 
     def gdn_advance_body(
@@ -99,13 +95,14 @@ def _make_body(group: int, tiles: AdvanceTiles) -> Callable[..., None]:
         *,
         tile: Any,
         loaded: Any,
+        outputs: Any,
         folding: dict[str, Any],
         running: dict[str, Any],
     ) -> None:
-        num_tiles, value_rows, key_dim = tile.shape
-        layout = RowsOverLanes(value_rows, tiles.lanes, tile.dtype)
+        value_rows, key_dim = tile.shape
+        layout = RowsOverLanes(value_rows, _LANES, tile.dtype)
         row, head, part = (lax.axis_index(name) for name in ("row", "head", "part"))
-        key_head, owned = head // group, pl.ds(part * num_tiles * value_rows, num_tiles * value_rows)
+        key_head, owned = head // group, pl.ds(part * value_rows, value_rows)
         read_slot, write_slot, save_slot = rows["read_slot"][row], rows["write_slot"][row], rows["save_slot"][row]
         num_new = jnp.clip(rows["num_new"][row], 0, out.shape[1])
         num_replay = jnp.clip(rows["num_replay"][row], 0, replay["k"].shape[1])
@@ -123,8 +120,9 @@ def _make_body(group: int, tiles: AdvanceTiles) -> Callable[..., None]:
                         query = _load(q.at[row, places, key_head], lanes)
                         entries.append((refs["q"].at[places], query))
                         entries.append((refs["k.q"].at[places], jnp.sum(key * query, axis=-1)))
-                for places, lanes in _groups(kind["v"].shape[1], owned.size):
-                    entries.append((refs["v"].at[places], _load(kind["v"].at[row, places, head, owned], lanes)))
+                # Of the whole head: a thread loads no less than 4 bytes, which a tile of 32 numbers has not for each.
+                for places, lanes in _groups(*kind["v"].shape[1::2]):
+                    entries.append((refs["v"].at[places], _load(kind["v"].at[row, places, head], lanes)))
                 for place in range(kind["g"].shape[1]):
                     entries.append((refs["decay"].at[place], jnp.exp(kind["g"][row, place, head])))
                     entries.append((refs["beta"].at[place], kind["beta"][row, place, head]))
@@ -132,71 +130,59 @@ def _make_body(group: int, tiles: AdvanceTiles) -> Callable[..., None]:
                 ref[...] = values
             plgpu.commit_smem()
 
-        def in_head(index: Any) -> Any:
-            """Return the rows of a tile among those of the head."""
-            return pl.ds(owned.start + index * value_rows, value_rows)
+        def load_state() -> Array:
+            plgpu.barrier_wait(loaded)
+            return plgpu.load(tile, layout=layout.matrix).astype(jnp.float32)
 
-        def load_state(index: Array) -> Array:
-            plgpu.barrier_wait(loaded.at[index])
-            return plgpu.load(tile.at[index], layout=layout.matrix).astype(jnp.float32)
-
-        def store_state(slot: Array, index: Array, state: Array) -> None:
-            tile[index] = state.astype(tile.dtype)
+        def store_state(slot: Array, state: Array) -> None:
+            tile[...] = state.astype(tile.dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(tile.at[index], pool.at[slot, head, in_head(index)])
+            plgpu.copy_smem_to_gmem(tile, pool.at[slot, head, owned])
 
-        def advance_tile(index: Array, nothing: None) -> None:
-            of_tile = pl.ds(index * value_rows, value_rows)  # among the rows that this program owns
+        def decayed(token: dict[str, Any], state: Array) -> tuple[Array, Array, Array]:
+            """Return the state after a token's decay, its key, and beta e."""
+            key = plgpu.load(token["k"], layout=layout.row)
+            value = plgpu.load(token["v"].at[owned], layout=layout.column)
+            state = state * everywhere(token["decay"][...], state.shape)
+            return state, key, token["beta"][...] * (value - _read(state, key))
 
-            def decayed(token: dict[str, Any], state: Array) -> tuple[Array, Array, Array]:
-                """Return the state after a token's decay, its key, and beta e."""
-                key = plgpu.load(token["k"], layout=layout.row)
-                value = plgpu.load(token["v"].at[of_tile], layout=layout.column)
-                state = state * everywhere(token["decay"][...], state.shape)
-                return state, key, token["beta"][...] * (value - _read(state, key))
+        def save(state: Array) -> None:
+            store_state(save_slot, state)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the tile will be written again
 
-            def save(state: Array) -> None:
-                store_state(save_slot, index, state)
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the tile will be written again
+        def fold(place: Array, state: Array) -> Array:
+            state = _updated(*decayed(_at(folding, place), state))
+            pl.when((save_slot != NULL_SLOT) & (place + 1 == save_after))(lambda: save(state))
+            return state
 
-            def fold(place: Array, state: Array) -> Array:
-                state = _updated(*decayed(_at(folding, place), state))
-                pl.when((save_slot != NULL_SLOT) & (place + 1 == save_after))(lambda: save(state))
-                return state
-
-            def run(place: Array, state: Array) -> Array:
-                token = _at(running, place)
-                query = plgpu.load(token["q"], layout=layout.row)
-                state, key, error = decayed(token, state)
-                # S^T q after the update, from the state before it, so that both sums are under way together.
-                output = _read(state, query) + error * token["k.q"][...]
-                out[row, place, head, in_head(index)] = output.astype(out.dtype)
-                return _updated(state, key, error)
-
-            zeros = plgpu.layout_cast(jnp.zeros((value_rows, key_dim), jnp.float32), layout.matrix)
-            state = lax.cond(read_slot == NULL_SLOT, lambda: zeros, lambda: load_state(index))
-            state = lax.fori_loop(0, num_replay, fold, state)
-            pl.when(write_slot != NULL_SLOT)(lambda: store_state(write_slot, index, state))
-            lax.fori_loop(0, num_new, run, state)
+        def run(place: Array, state: Array) -> Array:
+            token = _at(running, place)
+            query = plgpu.load(token["q"], layout=layout.row)
+            state, key, error = decayed(token, state)
+            # S^T q after the update, from the state before it, so that both sums are under way together.
+            outputs[place] = (_read(state, query) + error * token["k.q"][...]).astype(outputs.dtype)
+            return _updated(state, key, error)
 
         def leave_blank(place: Array, nothing: None) -> None:
-            lanes = RowsOverLanes(owned.size, tiles.lanes, tile.dtype).column
-            out[row, place, head, owned] = plgpu.layout_cast(jnp.zeros((owned.size,), out.dtype), lanes)
+            outputs[place] = plgpu.layout_cast(jnp.zeros((value_rows,), outputs.dtype), layout.column)
 
         # A padding row moves nothing. The slot to read is asked for here so that it is known as early as the others.
         @pl.when((read_slot != NULL_SLOT) | (write_slot != NULL_SLOT) | (num_replay > 0) | (num_new > 0))
         def _() -> None:
-            for index in range(num_tiles):
-                pl.when(read_slot != NULL_SLOT)(
-                    lambda index=index: plgpu.copy_gmem_to_smem(
-                        pool.at[read_slot, head, in_head(index)], tile.at[index], loaded.at[index]
-                    )
-                )
+            pl.when(read_slot != NULL_SLOT)(
+                lambda: plgpu.copy_gmem_to_smem(pool.at[read_slot, head, owned], tile, loaded)
+            )
             stage_tokens()
-            lax.fori_loop(0, num_tiles, advance_tile, None)
+            zeros = plgpu.layout_cast(jnp.zeros((value_rows, key_dim), jnp.float32), layout.matrix)
+            state = lax.cond(read_slot == NULL_SLOT, lambda: zeros, load_state)
+            state = lax.fori_loop(0, num_replay, fold, state)
+            pl.when(write_slot != NULL_SLOT)(lambda: store_state(write_slot, state))
+            lax.fori_loop(0, num_new, run, state)
 
         lax.fori_loop(num_new, out.shape[1], leave_blank, None)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # a program that ends gives up its tiles
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(outputs, out.at[row, :, head, owned])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # a program that ends gives up its shared memory
 
     return gdn_advance_body
 

@@ -13,40 +13,30 @@ MULTIPROCESSORS = 132  # of an H100 or H200
 
 @dataclass(frozen=True, kw_only=True)
 class AdvanceTiles:
-    """How the advance is cut up.
+    """How the advance is cut up; no choice changes a bit of what is computed.
 
     Attributes:
-        value_rows: rows of a transposed state `[dv, dk]` in a tile, 32 or 64. Fewer rows need fewer registers and make
-            more programs of a small batch; more rows share the work on keys and queries.
-        lanes: that share a row, 4 or 8. With fewer, sums over keys take fewer exchanges and keys more registers.
-        num_tiles: that a program owns. All are loaded at once, so that more bytes are on their way, and worked on one
-            after the other.
+        value_rows: rows of a transposed state `[dv, dk]` that one program owns, 32 or 64. Fewer rows need fewer
+            registers, so that more programs share a multiprocessor; more rows share the work on keys and queries.
     """
 
     value_rows: int
-    lanes: int = 4
-    num_tiles: int = 1
 
     def __post_init__(self) -> None:
         if self.value_rows not in (32, 64):
             raise ValueError(f"a tile must have 32 or 64 rows, 8 or 16 for each warp; got {self.value_rows}")
-        if self.lanes not in (4, 8):
-            raise ValueError(f"4 or 8 lanes must share a row; got {self.lanes}")
-
-    @property
-    def owned_rows(self) -> int:
-        """Rows of a state that one program owns."""
-        return self.num_tiles * self.value_rows
 
 
-def advance_tiles(num_states: int, value_dim: int) -> AdvanceTiles:
-    """Choose tiles for `num_states` states, one for each row of the batch and value head.
+def advance_tiles(num_states: int, value_dim: int, window: int, state_dtype: jnp.dtype) -> AdvanceTiles:
+    """Choose tiles for `num_states` states, one for each row of the batch and value head, and `window` new tokens.
 
-    With 64 rows a program takes up to 128 registers a thread, so that four of them share a multiprocessor. A batch that
-    leaves some without any gets programs of half the size.
+    With 64 rows a program takes up to 128 registers a thread, and four of them share a multiprocessor. Where there is
+    little to compute (one token on a float32 state), or a batch leaves some multiprocessors without a program, twice as
+    many programs of half the size are faster.
     """
     num_programs = num_states * value_dim // 64
-    return AdvanceTiles(value_rows=64 if num_programs >= MULTIPROCESSORS else 32)
+    is_light = window == 1 and jnp.dtype(state_dtype) == jnp.float32
+    return AdvanceTiles(value_rows=32 if is_light or num_programs < MULTIPROCESSORS else 64)
 
 
 def check_advance(num_key: int, num_value: int, key_dim: int, value_dim: int, state_dtype: jnp.dtype) -> None:

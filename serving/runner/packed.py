@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from gdn_jax.kernels.anchors import AnyArray
-from gdn_jax.serving.runner.sampling import LaneParameters, SampledRows
+from gdn_jax.serving.runner.sampling import Demand, LaneParameters, SampledRows
 from gdn_jax.state import AdvanceBatch, PrefillBatch
 
 Layout = tuple[Any, tuple[tuple[tuple[int, ...], str], ...]]  # how arrays are put together; shape and dtype of each
@@ -28,13 +28,13 @@ class StepInputs:
         words: all small arrays, one after the other.
         lanes: sampling parameters of all lanes, which stay on the device.
         layout: static: what the words mean.
-        is_simple: static: as in `SampledRows`.
+        demand: static: as in `SampledRows`.
     """
 
     words: Int[AnyArray, "words"]
     lanes: LaneParameters
     layout: Layout = field(metadata={"static": True})
-    is_simple: bool = field(metadata={"static": True})
+    demand: Demand = field(metadata={"static": True})
 
     def unpack(self) -> tuple[Any, SampledRows]:
         """Return the batch (`PrefillBatch` or `AdvanceBatch`) and the sampled rows; for inside a step."""
@@ -45,7 +45,7 @@ class StepInputs:
             leaves.append(self.words[first:last].reshape(shape).astype(dtype))
             first = last
         batch, lane, emits = jax.tree.unflatten(tree, leaves)
-        return batch, SampledRows(lanes=self.lanes, lane=lane, emits=emits, is_simple=self.is_simple)
+        return batch, SampledRows(lanes=self.lanes, lane=lane, emits=emits, demand=self.demand)
 
 
 def pack_inputs(batch: PrefillBatch | AdvanceBatch, sampling: SampledRows) -> StepInputs:
@@ -55,7 +55,7 @@ def pack_inputs(batch: PrefillBatch | AdvanceBatch, sampling: SampledRows) -> St
         words=_join(leaves),
         lanes=sampling.lanes,
         layout=(tree, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)),
-        is_simple=sampling.is_simple,
+        demand=sampling.demand,
     )
 
 

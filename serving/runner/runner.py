@@ -28,7 +28,7 @@ from gdn_jax.serving.runner.outputs import StepOutputs, describe_token, unpack
 from gdn_jax.serving.runner.packed import pack_inputs
 from gdn_jax.serving.runner.pools import DeviceState, PoolSizes, make_device_state
 from gdn_jax.serving.runner.prompt_scores import ScoredPrompt, next_prompt_ids, prompt_logprobs, score_prompts
-from gdn_jax.serving.runner.sampling import RowSampling, SampledRows
+from gdn_jax.serving.runner.sampling import Demand, RowSampling, SampledRows
 from gdn_jax.serving.runner.steps import advance_step, place_history, prefill_step, split_model
 from gdn_jax.state import ModelState
 
@@ -65,7 +65,7 @@ class Runner:
         buckets: Buckets,
         *,
         num_valid_tokens: int,
-        simple_steps: bool | None = None,
+        steps_by_demand: bool | None = None,
     ) -> None:
         """Allocate the pools.
 
@@ -74,8 +74,8 @@ class Runner:
             sizes: of the pools.
             buckets: padded sizes of calls.
             num_valid_tokens: token ids from here on are never chosen.
-            simple_steps: whether decode steps whose rows ask for little are compiled apart, without the branches that a
-                GPU's host waits for (`SampledRows.is_simple`); by default on a GPU.
+            steps_by_demand: whether decode steps are compiled for what their rows ask for (`sampling.Demand`); by
+                default on a GPU.
         """
         self._static, self._params = split_model(
             model, num_valid_tokens=num_valid_tokens, num_top=min(MAX_LOGPROBS, num_valid_tokens)
@@ -86,7 +86,8 @@ class Runner:
         self._scored: dict[RequestId, ScoredPrompt] = {}
         self._shapes: set[tuple[str, tuple[tuple[int, ...], ...]]] = set()
         self._is_warming_up = False
-        self._simple_steps = jax.default_backend() == "gpu" if simple_steps is None else simple_steps
+        by_demand = jax.default_backend() == "gpu" if steps_by_demand is None else steps_by_demand
+        self._demands = tuple(Demand) if by_demand else (Demand.ANYTHING,)
         self._device: DeviceState | None = None
         self.reset()
 
@@ -97,7 +98,7 @@ class Runner:
         self._device = make_device_state(self._config, sizes, dtype=self._dtype)
         self._owners: dict[int, RequestId] = {}  # of lanes, as far as rows told
         self._tables = BlockTables(sizes.num_lanes, sizes.max_blocks)
-        self._lanes = LaneSampling(sizes.num_lanes, tell_simple=self._simple_steps)
+        self._lanes = LaneSampling(sizes.num_lanes, tell_demand=len(self._demands) > 1)
 
     @property
     def device(self) -> DeviceState:
@@ -191,7 +192,7 @@ class Runner:
     def _prefill(self, rows: Sequence[RowPlan], buckets: Buckets) -> tuple[Array, Array]:
         batch = build_prefill(rows, self._tables, buckets, self._sizes.block_size)
         sampling = self._gather(rows, padded_lanes(rows, batch.rows.length.shape[0], self._sizes.num_lanes))
-        sampling = replace(sampling, is_simple=False)  # one wait in the time of a prefill is not worth a compilation
+        sampling = replace(sampling, demand=Demand.ANYTHING)  # a wait in a prefill is not worth a compilation
         self._note("prefill", batch.token_ids.shape, batch.block_tables.shape)
         words, hidden, self._device = prefill_step(
             self._static, self._params, self.device, pack_inputs(batch, sampling)
@@ -202,11 +203,11 @@ class Runner:
         self._note("scores of prompts", next_ids.shape)
         return score_prompts(self._static, self._params, hidden, next_ids)
 
-    def _advance(self, rows: Sequence[RowPlan], buckets: Buckets, *, may_be_simple: bool = True) -> Array:
+    def _advance(self, rows: Sequence[RowPlan], buckets: Buckets, least: Demand = Demand.GREEDY) -> Array:
         batch = build_advance(rows, self._tables, buckets, window=self._sizes.window)
         sampling = self._gather(rows, np.asarray(batch.lane))
-        sampling = replace(sampling, is_simple=sampling.is_simple and may_be_simple)
-        self._note("simple decode" if sampling.is_simple else "decode", batch.token_ids.shape, batch.block_tables.shape)
+        sampling = replace(sampling, demand=max(sampling.demand, least))
+        self._note(f"decode ({sampling.demand.name.lower()})", batch.token_ids.shape, batch.block_tables.shape)
         words, self._device = advance_step(self._static, self._params, self.device, pack_inputs(batch, sampling))
         return words
 
@@ -277,5 +278,5 @@ class Runner:
             hidden = jnp.zeros((num_tokens, self._config.hidden_size), self._dtype)
             yield partial(self._score, hidden, np.full((num_tokens,), -1, np.int32))
         for shape in self._buckets.advance_shapes():
-            for may_be_simple in {False, self._simple_steps}:
-                yield partial(self._advance, [], shape, may_be_simple=may_be_simple)
+            for demand in self._demands:
+                yield partial(self._advance, [], shape, demand)

@@ -12,6 +12,8 @@ Gumbel-max: argmax(x + G), G standard Gumbel per token, is distributed as softma
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
+from enum import IntEnum
+from functools import partial
 from hashlib import sha256
 from typing import Any
 
@@ -30,6 +32,18 @@ _LARGEST_TEMPERATURE = 1e30  # so that a masked logit of -inf stays -inf when di
 
 
 Adjust = Callable[[Float[Array, "rows T V"]], Float[Array, "rows T V"]]
+
+
+class Demand(IntEnum):
+    """What the choice of a token takes; a step may be compiled for one of these.
+
+    A step for the first two has no branch, loop or sort that depends on the device's numbers, so that a GPU's host need
+    not wait for any of them.
+    """
+
+    GREEDY = 0  # the largest logit, and nothing else
+    DRAW = 1  # temperature and min-p too
+    ANYTHING = 2  # ranking, banned ids, penalties, biases, log probabilities
 
 
 @jax.tree_util.register_dataclass
@@ -93,15 +107,13 @@ class SampledRows:
         lanes: parameters of all lanes.
         lane: of each row.
         emits: whether the row's last token is its newest, so that the token after it is wanted.
-        is_simple: static: whether no row asks for more than temperature and min-p: no ranking, banned ids, penalties,
-            biases or log probabilities. A step for such rows has no loop and no sort that depend on the device's
-            numbers, so that a GPU's host need not wait for any of them.
+        demand: static: the most that any of the rows asks for.
     """
 
     lanes: LaneParameters
     lane: Int[AnyArray, "rows"]
     emits: Bool[AnyArray, "rows"]
-    is_simple: bool = field(default=False, metadata={"static": True})
+    demand: Demand = field(default=Demand.ANYTHING, metadata={"static": True})
 
     def parameters(self) -> SamplingInputs:
         """Return the rows' sampling parameters."""
@@ -184,9 +196,13 @@ def _divisor(temperature: int | float) -> float:
     return 0.0 if temperature < _GREEDY_BELOW else float(min(temperature, _LARGEST_TEMPERATURE))
 
 
-def asks_for_little(row: RowSampling) -> bool:
-    """Return whether a request's token is found without ranking tokens or banning any: see `SampledRows.is_simple`."""
-    return not row.banned and (_divisor(row.temperature) == 0 or (row.top_k == 0 and row.top_p >= 1))
+def demand_of(row: RowSampling) -> Demand:
+    """Return what a request's parameters take, penalties and log probabilities aside."""
+    if row.banned:
+        return Demand.ANYTHING
+    if _divisor(row.temperature) == 0:
+        return Demand.GREEDY
+    return Demand.DRAW if row.top_k == 0 and row.top_p >= 1 else Demand.ANYTHING
 
 
 def gumbel_noise(seed: UInt32[Array, "2"], position: Int[Array, ""], num_tokens: int) -> Float[Array, "V"]:
@@ -209,7 +225,7 @@ def sample_tokens(
     *,
     num_valid_tokens: int | Int[Array, ""],
     adjust: Adjust | None = None,
-    is_simple: bool = False,
+    demand: Demand = Demand.ANYTHING,
 ) -> Int[Array, "rows *window"]:
     """Choose one token per row, or per row and place in its window.
 
@@ -220,7 +236,7 @@ def sample_tokens(
         num_valid_tokens: ids from here on have no text and are never chosen (the head may be wider than the tokenizer).
         adjust: changes the logits of all places once ids are masked, which have -inf and must keep it. It gets a copy
             that is the sampler's own, so that it may change it in place.
-        is_simple: static; as in `SampledRows`. The tokens are the same, found without what such rows never need.
+        demand: static; the most that any row asks for. Tokens do not depend on it: what none needs is left out.
 
     Returns:
         int32 ids below `num_valid_tokens`. Where no logit is finite the id means nothing: see `samplable`.
@@ -229,18 +245,20 @@ def sample_tokens(
     flat = jax.tree.map(lambda array: jnp.repeat(array, window, axis=0), inputs)
     places = position.reshape(-1)
     allowed = _mask_padding(logits.reshape(-1, vocab).astype(jnp.float32), num_valid_tokens)
-    if not is_simple:
+    if demand is Demand.ANYTHING:
         allowed = _mask_banned(allowed, flat, places)
     if adjust is not None:
         allowed = adjust(allowed.reshape(-1, window, vocab)).reshape(-1, vocab)
     greedy = jnp.argmax(allowed, axis=-1).astype(jnp.int32)
-    draws = flat.temperature > 0
-    drawn = jax.lax.cond(jnp.any(draws), lambda: _draw(allowed, flat, places, is_simple=is_simple), lambda: greedy)
+    if demand is Demand.GREEDY:
+        return greedy.reshape(position.shape)
+    draws, draw = flat.temperature > 0, partial(_draw, allowed, flat, places, demand)
+    drawn = draw() if demand is Demand.DRAW else jax.lax.cond(jnp.any(draws), draw, lambda: greedy)
     return jnp.where(draws, drawn, greedy).reshape(position.shape)
 
 
 def filter_logits(
-    logits: Float[Array, "N V"], inputs: SamplingInputs, *, is_simple: bool = False
+    logits: Float[Array, "N V"], inputs: SamplingInputs, demand: Demand = Demand.ANYTHING
 ) -> Float[Array, "N V"]:
     """Return the logits by temperature, their maximum moved to 0, with -inf where top-k, top-p or min-p drop a token.
 
@@ -248,7 +266,7 @@ def filter_logits(
     """
     scaled = _scale(logits, _finite_max(logits), inputs)
     passes_min_p = scaled >= jnp.log(inputs.min_p)[:, None]
-    if is_simple:
+    if demand is not Demand.ANYTHING:
         return jnp.where(passes_min_p, scaled, -jnp.inf)
     ranked = (inputs.temperature > 0) & ((inputs.top_k > 0) | (inputs.top_p < 1))
     # Ranking the vocabulary costs more than the rest together, so it is done only in steps where a row needs it.
@@ -333,10 +351,10 @@ def _finite_max(logits: Float[Array, "*lead V"]) -> Float[Array, "*lead 1"]:
 
 
 def _draw(
-    allowed: Float[Array, "N V"], inputs: SamplingInputs, position: Int[Array, "N"], *, is_simple: bool
+    allowed: Float[Array, "N V"], inputs: SamplingInputs, position: Int[Array, "N"], demand: Demand
 ) -> Int[Array, "N"]:
     """Draw a token per row by Gumbel-max; greedy rows get some id, which the caller drops."""
-    kept = filter_logits(allowed, inputs, is_simple=is_simple)
+    kept = filter_logits(allowed, inputs, demand)
     noise = jax.vmap(gumbel_noise, in_axes=(0, 0, None))(inputs.seed, position, allowed.shape[-1])
     return jnp.argmax(kept + noise, axis=-1).astype(jnp.int32)
 

@@ -32,6 +32,7 @@ from gdn_jax.serving.runner.packed import StepInputs
 from gdn_jax.serving.runner.pools import DeviceState
 from gdn_jax.serving.runner.sampling import (
     Adjust,
+    Demand,
     LogprobArrays,
     SampledRows,
     samplable,
@@ -194,7 +195,7 @@ def _adjuster(
 
     Its places follow `num_before` of the proposed tokens: 0, 1, 2, ... if not told otherwise.
     """
-    if sampling.is_simple:
+    if sampling.demand is not Demand.ANYTHING:
         return None
     places = jnp.arange(1 + proposed.shape[1]) if num_before is None else num_before
     return partial(adjust_logits, rows=sampling, history=state.history, after=proposed, num_after=places)
@@ -202,7 +203,7 @@ def _adjuster(
 
 def _extended(state: DeviceState, sampling: SampledRows, emitted: _Emitted) -> LaneHistory:
     """Return the history with what the rows emit; drafts that did not stand never become part of it."""
-    if sampling.is_simple:  # then no row has a history
+    if sampling.demand is not Demand.ANYTHING:  # then no row has a history
         return state.history
     return extend_history(state.history, sampling, emitted.drawn.tokens, emitted.num_tokens)
 
@@ -225,7 +226,7 @@ def _draw(
         position,
         num_valid_tokens=valid,
         adjust=adjust,
-        is_simple=sampling.is_simple,
+        demand=sampling.demand,
     )
     describe = partial(token_logprobs, logits, tokens, num_top=static.num_top, num_valid_tokens=valid)
 
@@ -233,7 +234,7 @@ def _draw(
         """Return zeros in the shapes of a description, which the compiler does not compute for that."""
         return jax.tree.map(jnp.zeros_like, describe())
 
-    if sampling.is_simple:
+    if sampling.demand is not Demand.ANYTHING:
         return _Drawn(tokens=tokens, logprobs=nothing(), sound=sound)
     return _Drawn(tokens=tokens, logprobs=jax.lax.cond(sampling.want_logprobs(), describe, nothing), sound=sound)
 
@@ -265,7 +266,7 @@ def _draft(
             position,
             num_valid_tokens=static.num_valid_tokens,
             adjust=_adjuster(sampling, state, drafts, num_before[None]),
-            is_simple=sampling.is_simple,
+            demand=sampling.demand,
         )
 
     drafts, pages = make_drafts(

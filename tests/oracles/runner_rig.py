@@ -50,10 +50,10 @@ def make_runner(
     *,
     sizes: PoolSizes = SIZES,
     buckets: Buckets = BUCKETS,
-    simple_steps: bool | None = None,
+    steps_by_demand: bool | None = None,
 ) -> Runner:
     """A runner on pools full of NaN."""
-    runner = Runner(model or small_model(), sizes, buckets, num_valid_tokens=NUM_VALID, simple_steps=simple_steps)
+    runner = Runner(model or small_model(), sizes, buckets, num_valid_tokens=NUM_VALID, steps_by_demand=steps_by_demand)
     poison_all(runner)
     return runner
 

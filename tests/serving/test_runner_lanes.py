@@ -21,7 +21,7 @@ def shapes(rows: SampledRows) -> list[tuple[int, ...]]:
     return [array.shape for array in jax.tree.leaves(rows.lanes)]
 
 
-def test_rows_get_the_parameters_of_their_lanes_in_their_own_order_and_padding_is_simple() -> None:
+def test_rows_get_the_parameters_of_their_lanes_in_their_own_order_and_padding_is_greedy() -> None:
     lanes = LaneSampling(4)
     lanes.assign(1, HOT, 3)
     lanes.assign(3, RowSampling(temperature=2.0, seed=5), None)
