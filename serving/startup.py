@@ -102,7 +102,6 @@ def build_engine(config: EngineConfig, *, show_progress: bool = True) -> EngineP
     _say(config, published, kernels, memory, tokenizer)
     _keep_compiled(config.compile_cache)
     model = _load(config, model_config, dtype, kernels.implementation, show_progress=show_progress)
-    join_projections(model)
     engine = _compose(config, model, memory, tokenizer, show_progress=show_progress)
     return EngineParts(
         engine=engine,
@@ -238,12 +237,16 @@ def _say(
 def _load(
     config: EngineConfig, model_config: ModelConfig, dtype: str, implementation: Implementation, *, show_progress: bool
 ) -> LanguageModel:
-    model = abstract_model(model_config, dtype=jnp.dtype(dtype), implementation=implementation)
+    """Load a model's weights, and shape them for serving."""
+    abstract = abstract_model(model_config, dtype=jnp.dtype(dtype), implementation=implementation)
     if config.load_format == "dummy":
-        return dummy_weights(model, config.seed)
-    hidden = None if show_progress else True  # None: where standard error is no terminal, the log lines tell
-    with tqdm(desc="loading weights", unit="B", unit_scale=True, disable=hidden, leave=False) as bar:
-        return load_weights(model, model_config, config.model, progress=_advance(bar))
+        model = dummy_weights(abstract, config.seed)
+    else:
+        hidden = None if show_progress else True  # None: where standard error is no terminal, the log lines tell
+        with tqdm(desc="loading weights", unit="B", unit_scale=True, disable=hidden, leave=False) as bar:
+            model = load_weights(abstract, model_config, config.model, progress=_advance(bar))
+    join_projections(model)
+    return model
 
 
 def _advance(bar: "tqdm[Any]") -> Callable[[int, int], None]:
