@@ -55,6 +55,7 @@ class Options:
     repeats: int = 7
 
 
+@partial(jax.jit, static_argnums=(0, 1))
 def draw(case: AdvanceCase, num_slots: int) -> tuple[MixerTokens, MixerWeights, RecurrentState]:
     """Draw the arguments of a case on the device, a lane for each row."""
     heads, args = case.heads, advance.draw(case, num_slots)
