@@ -34,7 +34,7 @@ from gdn_jax.model import abstract_model, resolve_dtype
 from gdn_jax.serving.runner.lanes import LaneSampling
 from gdn_jax.serving.runner.packed import StepInputs, pack_inputs
 from gdn_jax.serving.runner.pools import DeviceState, PoolSizes, make_device_state
-from gdn_jax.serving.runner.sampling import SampledRows
+from gdn_jax.serving.runner.sampling import Demand, SampledRows
 from gdn_jax.serving.runner.steps import advance_step, prefill_step, split_model
 from gdn_jax.sizes import kv_bytes_per_token, state_bytes_per_slot, weight_bytes
 from gdn_jax.state import AdvanceBatch, PrefillBatch
@@ -150,7 +150,9 @@ def prefill_of(model: Model, num_tokens: int) -> tuple[Step, DeviceState]:
     )
     ids = np.arange(num_tokens, dtype=np.int32) % model.config.vocab_size
     inputs = PrefillBatch(token_ids=ids, rows=rows, block_tables=tables)
-    return partial(_prefill, model, jax.device_put(pack_inputs(inputs, _greedy(1)))), state
+    return partial(
+        _prefill, model, jax.device_put(pack_inputs(inputs, replace(_greedy(1), demand=Demand.ANYTHING)))
+    ), state
 
 
 def _advance(model: Model, inputs: StepInputs, state: DeviceState) -> tuple[jax.Array, DeviceState]:
@@ -163,7 +165,7 @@ def _prefill(model: Model, inputs: StepInputs, state: DeviceState) -> tuple[jax.
 
 
 def _greedy(batch: int) -> SampledRows:
-    return LaneSampling(batch, tell_demand=True).gather(np.arange(batch, dtype=np.int32), np.ones((batch,), np.bool_))
+    return LaneSampling(batch).gather(np.arange(batch, dtype=np.int32), np.ones((batch,), np.bool_))
 
 
 def benchmark(case: str, step: Step, state: DeviceState, options: Options, *, num_steps: int) -> Iterator[ResultRow]:

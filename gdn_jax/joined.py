@@ -1,7 +1,7 @@
 """Projections of one input held as one matrix, for serving: one product where the published layout has two to four.
 
 A decode step reads each weight once and little else, so its products are as fast as few large ones are: one product of
-12,352 rows runs at a higher share of the memory's bandwidth than four of 8,192, 4,096 and twice 32 do, in one launch.
+12,416 rows runs at a higher share of the memory's bandwidth than four of 8,192, 4,096 and twice 32 do, in one launch.
 Compilers that merge the four themselves copy the matrices in every step.
 
 What is joined can be run, and no longer be written in the published layout or trained.
@@ -21,7 +21,12 @@ def join_projections(model: LanguageModel) -> None:
     """Join the input projections of every layer of a model, in place.
 
     Layer by layer, so that no more than one layer's matrices are in memory twice.
+
+    Raises:
+        ValueError: they are joined already.
     """
     modules = [module for _, module in nnx.iter_modules(model) if isinstance(module, _JOINABLE)]
+    if any(module.joined is not None for module in modules):
+        raise ValueError("projections can be joined once; those of this model are joined already; load it again")
     for module in modules:
         module.join()

@@ -45,6 +45,7 @@ class LanguageModel(nnx.Module):
         """
         self.config = config
         self.dtype = jnp.dtype(dtype)
+        self.implementation = implementation
         parts = {"dtype": dtype, "implementation": implementation, "rngs": rngs}
         self.decoder = Decoder(config, **parts)
         self.mtp = MTPHead(config, **parts) if config.num_mtp_layers else None

@@ -30,6 +30,7 @@ class KernelChoice:
 
     implementation: Implementation
     reason: str
+    is_fallback: bool = False  # whether the device has faster kernels, which cannot run the model
 
 
 def _accept_all() -> None:
@@ -64,7 +65,8 @@ def choose_kernels_for(
         try:
             check()
         except UnsupportedKernelError as error:
-            return KernelChoice(implementation=Implementation.JAX, reason=f"not the kernels for {device_kind}: {error}")
+            reason = f"plain JAX runs on {device_kind}, slower than the Pallas kernels would: {error}"
+            return KernelChoice(implementation=Implementation.JAX, reason=reason, is_fallback=True)
         return KernelChoice(implementation=Implementation.MOSAIC, reason=f"Pallas kernels for {device_kind}")
     if requested == Implementation.MOSAIC:
         if not is_hopper:

@@ -107,7 +107,7 @@ class HeadsOverWarps:
 
     Attributes:
         num_heads: 4, or 1, which all warps then hold alike.
-        width: of a head, 32, 64 or 128.
+        width: of a head, 64 or 128.
     """
 
     num_heads: int

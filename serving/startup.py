@@ -224,7 +224,8 @@ def _say(
             "generation_config.json asks for %s, which is not applied: answers may differ from the model's usual ones",
             ", ".join(not_applied),
         )
-    _LOG.info("kernels: %s (%s)", kernels.implementation, kernels.reason)
+    level = logging.WARNING if kernels.is_fallback else logging.INFO
+    _LOG.log(level, "kernels: %s (%s)", kernels.implementation, kernels.reason)
     if kernels.implementation is Implementation.MOSAIC:
         rest = "prefill, grouped products" + (", attention (float32)" if dtype == jnp.float32 else "")
         _LOG.info("kernels: in decode the delta rule and attention are Mosaic kernels; in plain JAX: %s", rest)
@@ -276,7 +277,10 @@ def _compose(
         max_blocks=buckets.table_blocks[-1],
         state_dtype=_state_dtype(config, model.config),
     )
-    runner = Runner(model, sizes, buckets, num_valid_tokens=tokenizer.num_tokens)
+    # Where plain JAX runs, attention has loops that the host of a GPU waits for anyway. Results that depend on nothing
+    # else come from one program, whatever the neighbours ask for.
+    by_demand = model.implementation is Implementation.MOSAIC and not config.deterministic
+    runner = Runner(model, sizes, buckets, num_valid_tokens=tokenizer.num_tokens, steps_by_demand=by_demand)
     if config.warm_up is True or (config.warm_up == "auto" and jax.default_backend() != "cpu"):
         with tqdm(desc="compiling", unit="step", disable=None if show_progress else True, leave=False) as bar:
             runner.warm_up(_advance(bar))

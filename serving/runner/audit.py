@@ -7,7 +7,7 @@ bugs.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Any
 
@@ -18,6 +18,7 @@ from gdn_jax.serving.core.errors import InvariantError
 from gdn_jax.serving.runner.lanes import LaneSampling
 from gdn_jax.serving.runner.packed import pack_inputs
 from gdn_jax.serving.runner.pools import DeviceState
+from gdn_jax.serving.runner.sampling import Demand
 from gdn_jax.serving.runner.steps import Params, StepStatic, prefill_step
 from gdn_jax.state import ModelState, PrefillBatch, RecurrentState
 
@@ -91,7 +92,8 @@ class Recomputation:
         self._static, self._params, self._state = static, params, state
         self._block_size = block_size
         self._table = _int32([range(1, max_blocks + 1)])
-        self._sampling = LaneSampling(0).gather(np.zeros((1,), np.int32), np.zeros((1,), np.bool_))
+        nobody = LaneSampling(0).gather(np.zeros((1,), np.int32), np.zeros((1,), np.bool_))
+        self._sampling = replace(nobody, demand=Demand.ANYTHING)  # the steps that the engine prefills with
 
     def pools(self, tokens: Sequence[int], num_blocks: int) -> Iterator[Pools]:
         """Yield the pools after each of the first `num_blocks` blocks.

@@ -20,16 +20,9 @@ MAX_BANNED = 1024  # most banned ids of a request; a step takes as many as its r
 class LaneSampling:
     """One row of `LaneParameters` per lane, and how many alternatives the lane's request wants listed."""
 
-    def __init__(self, num_lanes: int, *, tell_demand: bool = False) -> None:
-        """Create lanes that nobody uses: greedy ones, and one more behind them for padding.
-
-        Args:
-            num_lanes: lanes.
-            tell_demand: whether rows are marked by the most that they ask for, so that steps for those that ask for
-                little are compiled apart; else as if they asked for anything.
-        """
+    def __init__(self, num_lanes: int) -> None:
+        """Create lanes that nobody uses: greedy ones, and one more behind them for padding."""
         self._num_lanes = num_lanes
-        self._tell_demand = tell_demand
         self._demand = np.full((num_lanes + 1,), Demand.GREEDY, np.int8)
         self._num_top: list[int | None] = [None] * num_lanes
         nobody = _pack(RowSampling(), None, NO_ADJUSTMENTS)
@@ -70,8 +63,7 @@ class LaneSampling:
             self._parameters = replace(self._parameters, **self._on_device(self._changed))
             self._changed.clear()
         rows: Any = {"lane": lane, "emits": emits}
-        demand = Demand(int(self._demand[lane].max())) if self._tell_demand else Demand.ANYTHING
-        return SampledRows(lanes=self._parameters, demand=demand, **rows)
+        return SampledRows(lanes=self._parameters, demand=Demand(int(self._demand[lane].max())), **rows)
 
     def _on_device(self, names: Iterable[str]) -> dict[str, Any]:
         # Copies, since on a CPU the device may keep the very array that the next request changes.

@@ -49,8 +49,14 @@ class StepInputs:
 
 
 def pack_inputs(batch: PrefillBatch | AdvanceBatch, sampling: SampledRows) -> StepInputs:
-    """Put a batch and its rows' lanes, NumPy arrays of 32-bit integers and flags, into one array."""
+    """Put a batch and its rows' lanes, NumPy arrays of 32-bit integers and flags, into one array.
+
+    Raises:
+        ValueError: an array is of another dtype, which words cannot hold.
+    """
     leaves, tree = jax.tree.flatten((batch, sampling.lane, sampling.emits))
+    if others := {str(leaf.dtype) for leaf in leaves} - {"int32", "bool"}:
+        raise ValueError(f"inputs of a step must be int32 or bool; got {', '.join(sorted(others))}; cast them")
     return StepInputs(
         words=_join(leaves),
         lanes=sampling.lanes,

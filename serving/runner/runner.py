@@ -67,7 +67,7 @@ class Runner:
         buckets: Buckets,
         *,
         num_valid_tokens: int,
-        steps_by_demand: bool | None = None,
+        steps_by_demand: bool = False,
     ) -> None:
         """Allocate the pools.
 
@@ -76,8 +76,8 @@ class Runner:
             sizes: of the pools.
             buckets: padded sizes of calls.
             num_valid_tokens: token ids from here on are never chosen.
-            steps_by_demand: whether decode steps are compiled for what their rows ask for (`sampling.Demand`); by
-                default on a GPU.
+            steps_by_demand: whether decode steps are compiled for what their rows ask for (`sampling.Demand`); then a
+                row's step depends on its neighbours.
         """
         self._static, self._params = split_model(
             model, num_valid_tokens=num_valid_tokens, num_top=min(MAX_LOGPROBS, num_valid_tokens)
@@ -88,8 +88,7 @@ class Runner:
         self._scored: dict[RequestId, ScoredPrompt] = {}
         self._shapes: set[tuple[str, tuple[tuple[int, ...], ...]]] = set()
         self._is_warming_up = False
-        by_demand = jax.default_backend() == "gpu" if steps_by_demand is None else steps_by_demand
-        self._demands = tuple(Demand) if by_demand else (Demand.ANYTHING,)
+        self._demands = tuple(Demand) if steps_by_demand else (Demand.ANYTHING,)
         self._device: DeviceState | None = None
         self.reset()
 
@@ -100,7 +99,7 @@ class Runner:
         self._device = make_device_state(self._config, sizes, dtype=self._dtype)
         self._owners: dict[int, RequestId] = {}  # of lanes, as far as rows told
         self._tables = BlockTables(sizes.num_lanes, sizes.max_blocks)
-        self._lanes = LaneSampling(sizes.num_lanes, tell_demand=len(self._demands) > 1)
+        self._lanes = LaneSampling(sizes.num_lanes)
 
     @property
     def device(self) -> DeviceState:
@@ -213,7 +212,7 @@ class Runner:
     def _advance_inputs(self, rows: Sequence[RowPlan], buckets: Buckets, least: Demand = Demand.GREEDY) -> StepInputs:
         batch = build_advance(rows, self._tables, buckets, window=self._sizes.window)
         sampling = self._gather(rows, np.asarray(batch.lane))
-        sampling = replace(sampling, demand=max(sampling.demand, least))
+        sampling = replace(sampling, demand=max(sampling.demand, least, self._demands[0]))
         self._note(f"decode ({sampling.demand.name.lower()})", batch.token_ids.shape, batch.block_tables.shape)
         return pack_inputs(batch, sampling)
 
@@ -268,11 +267,14 @@ class Runner:
             num_threads: that compile; by default as `default_threads` says.
         """
         began = time.monotonic()
+        threads = default_threads() if num_threads is None else num_threads
         self._is_warming_up = True
-        calls = list(self._every_call())
-        self._place_history(self._sizes.num_lanes, (), ())  # on the padding lane, which nobody reads
-        run_all(calls, progress, num_threads=default_threads() if num_threads is None else num_threads)
-        self._is_warming_up = False
+        try:
+            calls = list(self._every_call())
+            self._place_history(self._sizes.num_lanes, (), ())  # on the padding lane, which nobody reads
+            run_all(calls, progress, num_threads=threads)
+        finally:
+            self._is_warming_up = False
         jax.block_until_ready(self._device)
         _LOG.info("compiled %d steps in %.1f s", len(calls), time.monotonic() - began)
 

@@ -202,7 +202,7 @@ def demand_of(row: RowSampling) -> Demand:
         return Demand.ANYTHING
     if _divisor(row.temperature) == 0:
         return Demand.GREEDY
-    return Demand.DRAW if row.top_k == 0 and row.top_p >= 1 else Demand.ANYTHING
+    return Demand.DRAW if row.top_k <= 0 and row.top_p >= 1 else Demand.ANYTHING
 
 
 def gumbel_noise(seed: UInt32[Array, "2"], position: Int[Array, ""], num_tokens: int) -> Float[Array, "V"]:

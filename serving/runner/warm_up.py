@@ -29,8 +29,8 @@ class WarmUpCall:
 
 
 def default_threads() -> int:
-    """Return how many threads compile: one for two processors, of which a compilation keeps one busy."""
-    return min(_MOST_THREADS, (os.cpu_count() or 1) // 2)
+    """Return how many threads compile: one for two processors that this process may use."""
+    return max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // 2))
 
 
 def run_all(calls: Sequence[WarmUpCall], progress: Progress | None, *, num_threads: int) -> None:
@@ -48,11 +48,14 @@ def run_all(calls: Sequence[WarmUpCall], progress: Progress | None, *, num_threa
 
     is_ahead = num_threads > 1
     if is_ahead:
-        with ThreadPoolExecutor(num_threads) as threads:
+        threads = ThreadPoolExecutor(num_threads)
+        try:
             compiling = [threads.submit(call.lower().compile) for call in calls]
             for done, future in enumerate(as_completed(compiling), 1):
                 future.result()
                 tell(done)
+        finally:  # after a failure or an interrupt, which must not wait for what is left
+            threads.shutdown(wait=False, cancel_futures=True)
     for done, call in enumerate(calls, 1):
         call.run()
         if not is_ahead:

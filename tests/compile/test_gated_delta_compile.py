@@ -60,6 +60,7 @@ def test_the_pool_stays_in_place_and_registers_leave_room_for_four_programs(stat
 def test_every_tiling_compiles_in_place(value_rows: int, state_dtype: str) -> None:
     tiles = AdvanceTiles(value_rows=value_rows)
     report = compiled(REAL, state_dtype, num_rows=8, window=3, num_slots=17, tiles=tiles)
+    assert report.registers <= (85 if value_rows == 32 else 128)  # six programs on a multiprocessor, or four
     assert_in_place(report, 17 * 32 * 128 * 128 * jnp.dtype(state_dtype).itemsize)
 
 

@@ -38,7 +38,7 @@ def test_auto_takes_the_kernels_of_the_device_and_says_which_device_that_is(
 
 def test_sizes_that_the_kernels_cannot_run_are_run_by_plain_jax_or_refused_if_the_kernels_are_named() -> None:
     choice = choose_kernels_for("auto", *HOPPER, refuse)
-    assert choice.implementation is Implementation.JAX
+    assert (choice.implementation, choice.is_fallback) == (Implementation.JAX, True)
     assert "widths must be 64 or 128; got 96" in choice.reason
     with pytest.raises(UnsupportedKernelError, match="got 96"):
         choose_kernels_for("mosaic", *HOPPER, refuse)

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 from oracles.runner_rig import small_model
 
@@ -49,6 +50,13 @@ def test_a_joined_model_has_the_same_numbers_in_fewer_matrices_and_the_same_logi
     padding = elements(joined) - elements(model)
     assert 0 <= padding < gdn * model.config.linear_value_dim * model.config.hidden_size
     np.testing.assert_allclose(joined.logits(TOKENS), model.logits(TOKENS), rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_joined_is_not_joined_again() -> None:
+    model = small_model()
+    join_projections(model)
+    with pytest.raises(ValueError, match="joined already; load it again"):
+        join_projections(model)
 
 
 def test_a_joined_model_runs_whole_documents_too() -> None:

@@ -50,7 +50,7 @@ def make_runner(
     *,
     sizes: PoolSizes = SIZES,
     buckets: Buckets = BUCKETS,
-    steps_by_demand: bool | None = None,
+    steps_by_demand: bool = False,
 ) -> Runner:
     """A runner on pools full of NaN."""
     runner = Runner(model or small_model(), sizes, buckets, num_valid_tokens=NUM_VALID, steps_by_demand=steps_by_demand)

@@ -15,8 +15,9 @@ from flax import nnx
 from released_configs import RELEASED
 
 from gdn_jax.config import ModelConfig
+from gdn_jax.joined import join_projections
 from gdn_jax.kernels.dispatch import Implementation
-from gdn_jax.model import abstract_model
+from gdn_jax.model import LanguageModel
 from gdn_jax.serving.runner.activations import advance_bytes, prefill_bytes, score_bytes
 from gdn_jax.serving.runner.buckets import Buckets
 from gdn_jax.serving.runner.inputs import BlockTables, build_advance, build_prefill, padded_lanes
@@ -25,6 +26,7 @@ from gdn_jax.serving.runner.memory import MemoryRequest, activation_bytes
 from gdn_jax.serving.runner.packed import pack_inputs
 from gdn_jax.serving.runner.pools import PoolSizes, make_device_state
 from gdn_jax.serving.runner.prompt_scores import score_prompts
+from gdn_jax.serving.runner.sampling import Demand
 from gdn_jax.serving.runner.steps import StepStatic, advance_step, prefill_step
 
 LANES, WIDTH = 64, 256
@@ -53,7 +55,8 @@ def assigned(config: ModelConfig, *, num_tokens: int = 0, num_rows: int, window:
     state = make_device_state(config, sizes, dtype=jnp.dtype("float32"))
     shape = Buckets(prefill=((num_tokens, num_rows),), advance_rows=(num_rows,), table_blocks=(WIDTH,))
     tables, nobody = BlockTables(LANES, WIDTH), np.zeros((num_rows,), np.bool_)
-    sampling = LaneSampling(LANES).gather(padded_lanes([], num_rows, LANES), nobody)
+    nothing = LaneSampling(LANES).gather(padded_lanes([], num_rows, LANES), nobody)
+    sampling = replace(nothing, demand=Demand.ANYTHING)
     if num_tokens:
         step, batch = prefill_step, build_prefill([], tables, shape, 64)
     else:
@@ -73,7 +76,14 @@ def assigned(config: ModelConfig, *, num_tokens: int = 0, num_rows: int, window:
 
 def abstract_split(config: ModelConfig) -> tuple[StepStatic, list[Any]]:
     """Return what a step of a model without weights is compiled for, and the shapes of its parameters."""
-    graph, shapes = nnx.split(abstract_model(config, dtype=jnp.dtype("float32"), implementation=Implementation.JAX))
+
+    def joined() -> LanguageModel:
+        rngs = nnx.Rngs(0)
+        model = LanguageModel(config, dtype=jnp.dtype("float32"), implementation=Implementation.JAX, rngs=rngs)
+        join_projections(model)
+        return model
+
+    graph, shapes = nnx.split(nnx.eval_shape(joined))
     params, tree = jax.tree.flatten(shapes)
     valid = config.vocab_size - 200  # as in the releases, whose last ids have no text
     return StepStatic(graph=graph, tree=tree, num_valid_tokens=valid, num_top=20), params

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,10 +11,11 @@ from oracles.runner_rig import GREEDY, SIZES, blocks, make_runner, row, run, sma
 from gdn_jax.kernels.dispatch import Implementation
 from gdn_jax.model import LanguageModel, abstract_model
 from gdn_jax.serving.core.plan import Phase
-from gdn_jax.serving.runner.adjust import RowAdjustments
+from gdn_jax.serving.runner import steps
+from gdn_jax.serving.runner.adjust import LaneHistory, RowAdjustments, adjust_logits, make_history
 from gdn_jax.serving.runner.lanes import LaneSampling
 from gdn_jax.serving.runner.runner import RequestSampling, Runner
-from gdn_jax.serving.runner.sampling import Demand, RowSampling
+from gdn_jax.serving.runner.sampling import Demand, RowSampling, SampledRows
 from gdn_jax.weights import dummy_weights
 
 PROMPT = tuple(range(10, 30))
@@ -79,6 +81,7 @@ def test_warm_up_compiles_all_of_them(model: LanguageModel) -> None:
         (RowSampling(), None, RowAdjustments(), Demand.GREEDY),
         (RowSampling(top_k=5, top_p=0.5, seed=9), None, RowAdjustments(), Demand.GREEDY),  # no matter at temperature 0
         (RowSampling(temperature=0.5, min_p=0.1), None, RowAdjustments(), Demand.DRAW),
+        (RowSampling(temperature=0.5, top_k=-1), None, RowAdjustments(), Demand.DRAW),
         (RowSampling(temperature=0.5, top_k=20), None, RowAdjustments(), Demand.ANYTHING),
         (RowSampling(temperature=0.5, top_p=0.9), None, RowAdjustments(), Demand.ANYTHING),
         (RowSampling(banned=(4,), banned_until=30), None, RowAdjustments(), Demand.ANYTHING),
@@ -89,11 +92,47 @@ def test_warm_up_compiles_all_of_them(model: LanguageModel) -> None:
 def test_the_demand_of_a_step_is_the_most_that_its_rows_ask_for(
     row_sampling: RowSampling, num_logprobs: int | None, adjustments: RowAdjustments, expected: Demand
 ) -> None:
-    lanes, emits = LaneSampling(3, tell_demand=True), np.ones((2,), np.bool_)
+    lanes, emits = LaneSampling(3), np.ones((2,), np.bool_)
     lanes.assign(1, row_sampling, num_logprobs, adjustments)
     assert lanes.gather(np.asarray([1, 3]), emits).demand is expected
     assert lanes.gather(np.asarray([0, 1]), emits).demand is expected
     assert lanes.gather(np.asarray([0, 3]), emits).demand is Demand.GREEDY
     lanes.release(1)
     assert lanes.gather(np.asarray([1, 3]), emits).demand is Demand.GREEDY
-    assert LaneSampling(3).gather(np.asarray([0, 3]), emits).demand is Demand.ANYTHING
+    lanes.assign(1, RowSampling(temperature=1, top_k=3), None)
+    lanes.assign(1, row_sampling, num_logprobs, adjustments)  # to the next request, with nothing between
+    assert lanes.gather(np.asarray([1, 3]), emits).demand is expected
+
+
+@pytest.mark.parametrize("demand", [Demand.GREEDY, Demand.DRAW])
+def test_a_step_that_little_is_asked_of_has_nothing_that_a_host_would_wait_for(
+    model: LanguageModel, demand: Demand
+) -> None:
+    assert {"conditional(", "while(", "TopK"} <= operations(model, Demand.ANYTHING)
+    assert operations(model, demand) == set()
+
+
+def operations(model: LanguageModel, demand: Demand) -> set[str]:
+    """Return the names of those operations a host may wait for that remain in a compiled choice of tokens."""
+    rows, vocab = 2, model.config.vocab_size
+    lanes = LaneSampling(rows).gather(np.arange(rows), np.ones((rows,), np.bool_))
+    sampling, history = replace(lanes, demand=demand), make_history(rows, vocab)
+    static, params = steps.split_model(model, num_valid_tokens=vocab, num_top=3)
+
+    def draw(hidden: jax.Array, sampling: SampledRows, history: LaneHistory) -> object:
+        def adjust(logits: jax.Array) -> jax.Array:
+            nothing, places = jnp.zeros((rows, 0), jnp.int32), jnp.zeros((1,), jnp.int32)
+            return adjust_logits(logits, sampling, history, after=nothing, num_after=places)
+
+        position = jnp.ones((rows, 1), jnp.int32)
+        adjusts = adjust if demand is Demand.ANYTHING else None
+        drawn = steps._draw(static, static.model(params), hidden, position, sampling, adjusts)
+        return drawn.tokens, drawn.logprobs, drawn.sound
+
+    # Leaves alone, as lowering puts descriptions in an argument's place, and those fail the check of annotations.
+    leaves, tree = jax.tree.flatten((jnp.zeros((rows, 1, model.config.hidden_size)), sampling, history))
+    compiled = jax.jit(lambda *leaves: draw(*jax.tree.unflatten(tree, leaves))).lower(*leaves).compile().as_text()
+    assert compiled is not None
+    # Random bits are made in a loop of a known length on a CPU, which nobody waits for.
+    lines = [line for line in compiled.splitlines() if "known_trip_count" not in line]
+    return {name for name in ("conditional(", "while(", "sort(", "TopK") if name in "\n".join(lines)}

@@ -22,7 +22,7 @@ def inputs_of(phase: Phase, token: int) -> tuple[StepInputs, object]:
     prefill = phase is Phase.PREFILL
     batch = build_prefill(plans, tables, BUCKETS, 64) if prefill else build_advance(plans, tables, BUCKETS, window=2)
     lane = padded_lanes(plans, 3, LANES)
-    sampling = LaneSampling(LANES, tell_demand=True).gather(lane, np.asarray([True, False, True]))
+    sampling = LaneSampling(LANES).gather(lane, np.asarray([True, False, True]))
     return pack_inputs(batch, sampling), (batch, sampling)
 
 

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -14,16 +15,17 @@ from gdn_jax.serving.runner import warm_up
 from gdn_jax.serving.runner.warm_up import WarmUpCall, default_threads, run_all
 
 _COMPILED = "/jax/core/compile/backend_compile_duration"
+MAIN = threading.main_thread().name
 
 
 @pytest.fixture
 def compiled() -> Iterator[list[str]]:
-    """Names of the threads that anything is compiled on, in order."""
+    """Names of the threads that anything is compiled on, in order, and behind a colon of the function."""
     threads = list[str]()
 
-    def note(event: str, _: float, **__: Any) -> None:
+    def note(event: str, _: float, **about: Any) -> None:
         if event == _COMPILED:
-            threads.append(threading.current_thread().name)
+            threads.append(f"{threading.current_thread().name}: {about.get('fun_name')}")
 
     jax.monitoring.register_event_duration_secs_listener(note)
     yield threads
@@ -47,7 +49,7 @@ def test_calls_compile_nothing_that_was_compiled_ahead_and_progress_counts_each_
     run_all(calls, lambda *counts: told.append(counts), num_threads=2)
     assert told == [(done, 5) for done in range(1, 6)]
     assert len(compiled) == 5
-    assert threading.main_thread().name not in compiled
+    assert not any(name.startswith(MAIN) for name in compiled)
 
 
 @pytest.mark.parametrize("num_threads", [0, 1])
@@ -56,7 +58,8 @@ def test_one_thread_compiles_nothing_ahead(compiled: list[str], num_threads: int
     calls = calls_of(functions())
     compiled.clear()
     run_all(calls, lambda *counts: told.append(counts), num_threads=num_threads)
-    assert compiled == [threading.main_thread().name] * 5
+    assert len(compiled) == 5
+    assert all(name.startswith(MAIN) for name in compiled)
     assert told == [(done, 5) for done in range(1, 6)]
 
 
@@ -68,10 +71,28 @@ def test_a_step_that_cannot_be_compiled_raises_as_its_call_would() -> None:
         run_all([WarmUpCall(lower=fail, run=lambda: None)], None, num_threads=2)
 
 
+def test_after_a_failure_what_is_left_is_not_compiled() -> None:
+    begun, go_on = list[int](), threading.Event()
+
+    def call(number: int) -> WarmUpCall:
+        def compile_it() -> None:
+            begun.append(number)
+            if number == 0:
+                raise RuntimeError("broken")
+            go_on.wait()
+
+        return WarmUpCall(lower=lambda: SimpleNamespace(compile=compile_it), run=lambda: None)  # pyright: ignore
+
+    with pytest.raises(RuntimeError, match="broken"):
+        run_all([call(number) for number in range(20)], None, num_threads=2)
+    go_on.set()
+    assert len(begun) < 20
+
+
 def test_no_more_threads_compile_than_processors_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warm_up, "_MOST_THREADS", 8)  # as outside of tests
-    for processors, threads in ((1, 0), (2, 1), (8, 4), (128, 8), (None, 0)):
-        monkeypatch.setattr("os.cpu_count", lambda processors=processors: processors)
+    for processors, threads in ((1, 1), (2, 1), (8, 4), (128, 8)):
+        monkeypatch.setattr("os.sched_getaffinity", lambda _, processors=processors: set(range(processors)))
         assert default_threads() == threads
 
 
@@ -82,4 +103,7 @@ def test_steps_of_a_runner_are_compiled_ahead(compiled: list[str], monkeypatch: 
     compiled.clear()
     runner.warm_up(lambda *counts: told.append(counts), num_threads=2)
     assert told[-1] == (runner.num_compiled, runner.num_compiled)
-    assert sum(name != threading.main_thread().name for name in compiled) == runner.num_compiled
+    ahead = [name for name in compiled if not name.startswith(MAIN)]
+    assert len(ahead) == runner.num_compiled
+    assert not [name for name in compiled if name.startswith(MAIN) and ("step" in name or "score" in name)]
+    assert all("step" in name or "score" in name for name in ahead)
