@@ -52,7 +52,7 @@ class Options:
 
     Attributes:
         model: folder with a config.json.
-        output: where the results go.
+        output: where the results go; by default into a file of benchmarks/results/ that bears the model's name.
         batches: rows of the timed decode steps.
         context: tokens before the one that a decode step runs.
         prompts: lengths of the timed prefills.
@@ -63,7 +63,7 @@ class Options:
     """
 
     model: Path = Path("configs/models/qwen3.5-4b")
-    output: Path = Path("benchmarks/results/steps.json")
+    output: Path | None = None
     batches: tuple[int, ...] = (1, 32, 64)
     context: int = 1024
     prompts: tuple[int, ...] = (1024, 8192)
@@ -247,7 +247,8 @@ def _extend(rows: list[ResultRow], more: Iterator[ResultRow], options: Options) 
     for row in more:
         _LOG.info("%s  %s  %s: %.4g", row.case, row.implementation, row.metric, row.value)
         rows.append(row)
-    write_results(options.output, "steps", rows)
+    output = options.output or Path("benchmarks/results") / f"steps-{options.model.name}.json"
+    write_results(output, "steps", rows)
 
 
 if __name__ == "__main__":

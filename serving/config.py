@@ -44,7 +44,8 @@ class EngineConfig:
         load_format: auto and safetensors read weight files; dummy makes random weights.
         quantization: what the weights must be stored in; auto: whatever the model's config says.
         seed: draws the seeds of requests that bring none, and dummy weights.
-        kernels: which kernels run; auto: the fastest that this device runs.
+        kernels: which kernels run; auto: Pallas kernels (mosaic) on a Hopper GPU that can run the model's sizes and so
+            many drafts, else plain JAX (jax). Start-up logs the choice.
         max_model_len: most tokens of one sequence; 0: the model's own limit, or less if less fits.
         max_num_seqs: most requests that run at once.
         max_num_batched_tokens: most prefill tokens in one step; decode rows always run.
@@ -63,7 +64,8 @@ class EngineConfig:
         num_state_slots: state slots for running requests and checkpoints; 0: what fits.
         deterministic: one padded size per phase, so that results are equal bits whatever else runs.
         audit: check the cache against fresh recomputation after every step; slow, for tests.
-        warm_up: compile every step before the first request; auto: on an accelerator, and not on a CPU.
+        warm_up: compile every step before the first request; auto: on an accelerator, and not on a CPU. With Pallas
+            kernels each size of a decode step is compiled three times, for what rows may ask of sampling.
         compile_cache: folder that keeps compiled steps for the next start; empty: none is kept.
     """
 
