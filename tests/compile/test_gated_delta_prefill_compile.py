@@ -1,0 +1,73 @@
+"""The prefill of the gated delta rule, compiled for an H200: nothing spilled, no pool copied, whatever its size."""
+
+import jax.numpy as jnp
+import pytest
+from compile.aot import Report, compile_for_h200, spec
+
+from gdn_jax.kernels.anchors import PrefillRows
+from gdn_jax.kernels.dispatch import Implementation
+from gdn_jax.kernels.gated_delta import DeltaInputs, gdn_prefill
+from gdn_jax.kernels.gated_delta.cases import Heads
+
+pytestmark = pytest.mark.compile
+REAL = Heads(num_key=16, num_value=32, key_dim=128, value_dim=128)
+
+
+def compiled(
+    heads: Heads, *, num_tokens: int, num_rows: int, num_slots: int, state_dtype: str = "float32", dtype=jnp.bfloat16
+) -> Report:
+    """Compile a prefill that may export at eight boundaries of each row."""
+    gate = spec((num_tokens, heads.num_value), jnp.float32)
+    k = spec((num_tokens, heads.num_key, heads.key_dim), dtype)
+    v = spec((num_tokens, heads.num_value, heads.value_dim), dtype)
+    pool = spec((num_slots, heads.num_value, heads.value_dim, heads.key_dim), state_dtype)
+    rows = dict.fromkeys(("offset", "length", "start", "read_slot", "write_slot"), spec((num_rows,), jnp.int32))
+
+    def run(q, inputs, rows, exports, pool):
+        rows = PrefillRows(**rows, export_slot=exports)
+        return gdn_prefill(q, DeltaInputs(**inputs), rows, pool, implementation=Implementation.MOSAIC)
+
+    inputs = {"k": k, "v": v, "g": gate, "beta": gate}
+    return compile_for_h200(run, k, inputs, rows, spec((num_rows, 8), jnp.int32), pool, donate=(4,))
+
+
+def assert_in_place(report: Report, heads: Heads, num_slots: int, state_bytes: int = 4) -> None:
+    assert report.spill_bytes == 0
+    assert all(kernel.stack_bytes == 0 for kernel in report.kernels)
+    assert report.aliased_bytes == num_slots * heads.num_value * heads.value_dim * heads.key_dim * state_bytes
+    assert report.copies == ()
+    names = [kernel.name.removesuffix("_mosaic_gpu_kernel") for kernel in report.kernels]
+    assert names == ["gdn_prefill_cuts", "gdn_prefill_chunks", "gdn_prefill_states"]
+    _, chunks, _ = report.kernels
+    assert chunks.registers <= 255  # two programs of it on a multiprocessor
+
+
+@pytest.mark.parametrize("num_rows", [1, 8])
+def test_real_sizes_compile_in_place_with_room_for_what_every_chunk_contributes(num_rows: int) -> None:
+    report = compiled(REAL, num_tokens=8192, num_rows=num_rows, num_slots=300)
+    assert_in_place(report, REAL, 300)
+    # Cut chunks like the tokens themselves, two matrices for each chunk and value head, gates: no state of any chunk.
+    chunks = 8192 // 64 + 2 * num_rows
+    per_chunk = 64 * (2 * 16 + 32) * 128 * 2 + 32 * (2 * 64 * 64 * 2 + 5 * 64 * 4)
+    assert report.temporary_bytes <= 1.05 * chunks * per_chunk
+
+
+@pytest.mark.parametrize(("state_dtype", "dtype"), [("float16", jnp.bfloat16), ("bfloat16", jnp.float16)])
+def test_16_bit_pools_and_float16_operands_compile_in_place(state_dtype: str, dtype) -> None:
+    sizes = Heads(num_key=2, num_value=4, key_dim=128, value_dim=128)
+    report = compiled(sizes, num_tokens=256, num_rows=2, num_slots=7, state_dtype=state_dtype, dtype=dtype)
+    assert_in_place(report, sizes, 7, state_bytes=2)
+
+
+@pytest.mark.parametrize(
+    "heads", [(4, 4, 64, 64), (2, 4, 128, 64), (1, 3, 64, 128), (2, 8, 128, 128), (1, 8, 64, 64)], ids=str
+)
+def test_every_grouping_and_width_compiles_in_place(heads: tuple[int, int, int, int]) -> None:
+    num_key, num_value, key_dim, value_dim = heads
+    sizes = Heads(num_key=num_key, num_value=num_value, key_dim=key_dim, value_dim=value_dim)
+    assert_in_place(compiled(sizes, num_tokens=512, num_rows=3, num_slots=7), sizes, 7)
+
+
+def test_pools_beyond_two_to_the_31_elements_stay_in_place() -> None:
+    num_slots = 2**31 // (32 * 128 * 128) + 100
+    assert_in_place(compiled(REAL, num_tokens=1024, num_rows=2, num_slots=num_slots), REAL, num_slots)
