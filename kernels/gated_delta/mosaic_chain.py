@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from gdn_jax.kernels.anchors import NULL_SLOT
-from gdn_jax.kernels.gated_delta.mosaic_chunks import IN, OUT
+from gdn_jax.kernels.gated_delta.mosaic_chunks import BETA, IN, OUT
 from gdn_jax.kernels.gated_delta.mosaic_cuts import ROWS, is_cut
 from gdn_jax.kernels.gated_delta.tiles import COLUMNS
 from gdn_jax.kernels.mosaic import add_product, everywhere, over_rows
@@ -147,7 +147,7 @@ def _run_interpreted(
     store_last_output: Callable[[], None],
 ) -> tuple[Float[Array, "columns dk"], Float[Array, "columns dk"], Float[Array, "columns places"]]:
     """Return S^T after a chunk, the same rounded for products, and O^T, one product after the other."""
-    decay_in, decay_out = _decay(chunk, IN), _decay(chunk, OUT)
+    decay_in, decay_out, beta = (over_rows(_gate(chunk, which), _SHAPE) for which in (IN, OUT, BETA))
     nothing = jnp.zeros(_SHAPE, jnp.float32)
 
     def add(sums: Array, left: Array, right: Any) -> Array:
@@ -156,7 +156,8 @@ def _run_interpreted(
     at_keys = add(nothing, operand, chunk["k"].transpose((1, 0)))
     at_queries = add(nothing, operand, chunk["q"].transpose((1, 0)))
     store_last_output()
-    written = add(nothing, _values(chunk, here).astype(jnp.float32) - decay_in * at_keys, chunk["inverses"])
+    wanted = beta * (_values(chunk, here).astype(jnp.float32) - decay_in * at_keys)
+    written = add(nothing, wanted, chunk["inverses"])
     after = add(_decay_of(chunk) * state, decay_out * written, chunk["k"])
     return after, after.astype(operand.dtype), add(decay_in * at_queries, written, chunk["scores"])
 
@@ -171,23 +172,26 @@ def _run_overlapped(
     """Return the same, with products under way that nothing waits for yet."""
     dtype, sums = operand.dtype, plgpu.WGMMAAccumulatorRef
 
-    def read(keys: Any, queries: Any) -> tuple[Array, Array, Array]:
+    def read(keys: Any, queries: Any) -> tuple[Array, Array, Array, Array]:
         plgpu.wgmma(keys, operand, chunk["k"].transpose((1, 0)))
         plgpu.wgmma(queries, operand, chunk["q"].transpose((1, 0)))
         store_last_output()
-        decay_in, values = _decay(chunk, IN), _values(chunk, here)
-        wanted = (values.astype(jnp.float32) - decay_in * _when_done(keys, but=1)).astype(dtype)
+        decay_in, values = _gate(chunk, IN), _values(chunk, here)
+        wanted = values.astype(jnp.float32) - over_rows(decay_in, _SHAPE) * _when_done(keys, but=1)
+        wanted = (over_rows(_gate(chunk, BETA), _SHAPE) * wanted).astype(dtype)
 
-        def write(written: Any) -> tuple[Array, Array]:
+        def write(written: Any) -> tuple[Array, Array, Array, Array]:
             plgpu.wgmma(written, wanted, chunk["inverses"])
-            at_queries = _decay(chunk, IN) * _when_done(queries, but=1)
-            return _when_done(written, but=0), at_queries
+            # Barriers, lest what follows be done when the product is, and not beside it.
+            decay_out, start = lax.optimization_barrier((_gate(chunk, OUT), _decay_of(chunk) * state))
+            at_queries = lax.optimization_barrier(over_rows(decay_in, _SHAPE) * _when_done(queries, but=1))
+            written = _when_done(written, but=0)
+            kept = (over_rows(decay_out, _SHAPE) * written).astype(dtype)  # first: the next state waits for it
+            return kept, written.astype(dtype), at_queries, start
 
-        written, at_queries = pl.run_scoped(write, sums(_SHAPE))
-        return written.astype(dtype), (_decay(chunk, OUT) * written).astype(dtype), at_queries
+        return pl.run_scoped(write, sums(_SHAPE))
 
-    written, kept, at_queries = pl.run_scoped(read, sums(_SHAPE), sums(_SHAPE))
-    start = _decay_of(chunk) * state
+    kept, written, at_queries, start = pl.run_scoped(read, sums(_SHAPE), sums(_SHAPE))
 
     def add(after: Any, output: Any) -> tuple[Array, Array, Array]:
         after[...], output[...] = start, at_queries
@@ -204,9 +208,9 @@ def _when_done(sums: Any, *, but: int) -> Array:
     return lax.optimization_barrier(plgpu.wgmma_accumulator_load(sums, wait_n=but))
 
 
-def _decay(chunk: dict[str, Any], which: int) -> Float[Array, "columns places"]:
-    """Return the decays of places to a chunk's start or end, repeated for each column."""
-    return over_rows(plgpu.load(chunk["decays"].at[which], layout=_MATRIX.reduce(0), optimized=False), _SHAPE)
+def _gate(chunk: dict[str, Any], which: int) -> Float[Array, "places"]:
+    """Return IN, OUT or BETA of a chunk."""
+    return plgpu.load(chunk["gates"].at[which], layout=_MATRIX.reduce(0), optimized=False)
 
 
 def _values(chunk: dict[str, Any], here: Any) -> Float[Array, "columns places"]:
@@ -217,7 +221,7 @@ def _values(chunk: dict[str, Any], here: Any) -> Float[Array, "columns places"]:
 
 def _decay_of(chunk: dict[str, Any]) -> Array:
     """Return the decay of a whole chunk."""
-    return chunk["decays"][IN, CHUNK - 1]
+    return chunk["gates"][IN, CHUNK - 1]
 
 
 def _store_output(

@@ -2,11 +2,10 @@
 
 In a chunk with places i, j, G the running sum of g and D_ij = exp(G_i - G_j) for j <= i, 0 above the diagonal:
 
-    X = (I + strictly_lower(diag(beta) K K^T))^-1        T = (X o D) diag(beta)        P = Q K^T o D
+    X = (I + strictly_lower(diag(beta) K K^T))^-1        T = X o D        P = Q K^T o D
 
-X o D is (I + A)^-1 of `chunk.py`: decays are a similarity by a diagonal, so that X needs no exp, and K K^T serves all
-value heads of a key head. T, P and the decays to a chunk's start and end are all that the serial kernel wants to know
-of gates. Both matrices are written transposed, as that kernel multiplies with them.
+T is (I + A)^-1 of `chunk.py`: decays are a similarity by a diagonal, so that X needs no exp, and K K^T serves all value
+heads of a key head. Both matrices are written transposed, as that kernel multiplies with them.
 
 One program of one warpgroup does a pair of value heads of one key head in one chunk. Sums of g are float32 sums over a
 triangle, coarse part and rest apart, as in `chunk.py`.
@@ -35,7 +34,8 @@ from gdn_jax.kernels.gated_delta.mosaic_substitution import (
 from gdn_jax.kernels.mosaic import everywhere, over_columns, over_rows, product, swizzled
 from gdn_jax.kernels.numerics import CHUNK
 
-IN, OUT = range(2)  # of the decays: from a chunk's start to after a token, from there to the chunk's end
+# Of the numbers by place: decay from a chunk's start to after a token, from there to the chunk's end, write strength.
+IN, OUT, BETA = range(3)
 _SHAPE = (CHUNK, CHUNK)
 _MATRIX = plgpu.Layout.WGMMA
 _COLUMN = plgpu.Layout.WGMMA.reduce(1)
@@ -59,8 +59,8 @@ def chunk_factors(
         slots: where chunks stand.
 
     Returns:
-        `inverses` T^T and `scores` P^T `[chunks, Nv, places, places]` in the dtype of k, and float32 `decays` `[chunks,
-        Nv, 2, places]`; anything for chunks that are not in use.
+        `inverses` T^T and `scores` P^T `[chunks, Nv, places, places]` in the dtype of k, and float32 `gates`
+        `[chunks, Nv, 3, places]`, of IN, OUT and BETA; anything for chunks that are not in use.
     """
     num_chunks, _, num_heads = gates["g"].shape
     num_key, width = k.shape[1:]
@@ -68,16 +68,15 @@ def chunk_factors(
     pairs = -(-group // PAIR)
     matrix = jax.ShapeDtypeStruct((num_chunks, num_heads, *_SHAPE), k.dtype)
     keys = plgpu.SMEM((CHUNK, width), k.dtype, transforms=swizzled(k.dtype))
-    inverses, scores, decays = plgpu.kernel(
+    padded = plgpu.SMEM((PAIR, CHUNK, PADDED), jnp.float32)
+    inverses, scores, by_place = plgpu.kernel(
         _make_body(group, pairs),
         kernel_name="gdn_prefill_chunks",
-        out_type=(matrix, matrix, jax.ShapeDtypeStruct((num_chunks, num_heads, 2, CHUNK), jnp.float32)),
+        out_type=(matrix, matrix, jax.ShapeDtypeStruct((num_chunks, num_heads, 3, CHUNK), jnp.float32)),
         scratch_types={
-            "queries": keys,
-            "keys": keys,
-            "lower": plgpu.SMEM((PAIR, CHUNK, PADDED), jnp.float32),
-            "solved": plgpu.SMEM((PAIR, CHUNK, PADDED), jnp.float32),
-            "tile": plgpu.SMEM(_SHAPE, k.dtype, transforms=swizzled(k.dtype)),
+            # Queries and keys are done with when the inverse is begun, its operand when results are stored.
+            "before": plgpu.RefUnion((keys, keys), padded),
+            "after": plgpu.RefUnion(padded, plgpu.SMEM(_SHAPE, k.dtype, transforms=swizzled(k.dtype))),
             "sums": plgpu.SMEM((2, CHUNK), jnp.float32),
             "loaded": plgpu.Barrier(num_arrivals=2),
         },
@@ -85,7 +84,7 @@ def chunk_factors(
         grid_names=("chunk", "part"),
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
     )(q, k, cuts["q"], cuts["k"], gates, slots)
-    return {"inverses": inverses, "scores": scores, "decays": decays}
+    return {"inverses": inverses, "scores": scores, "gates": by_place}
 
 
 def _make_body(group: int, pairs: int) -> Callable[..., None]:
@@ -100,16 +99,14 @@ def _make_body(group: int, pairs: int) -> Callable[..., None]:
         slots: Any,
         inverses: Any,
         scores: Any,
-        decays: Any,
+        by_place: Any,
         *,
-        queries: Any,
-        keys: Any,
-        lower: Any,
-        solved: Any,
-        tile: Any,
+        before: Any,
+        after: Any,
         sums: Any,
         loaded: Any,
     ) -> None:
+        ((queries, keys), solved), (lower, tile) = before, after
         chunk, part = lax.axis_index("chunk"), lax.axis_index("part")
         key_head, pair = lax.div(part, jnp.int32(pairs)), lax.rem(part, jnp.int32(pairs))
         token, first, end = (slots[chunk, which] for which in (TOKEN, FIRST, END))
@@ -125,11 +122,11 @@ def _make_body(group: int, pairs: int) -> Callable[..., None]:
             plgpu.copy_smem_to_gmem(tile, to)
 
         def finish(member: int, head: Array, key_queries: Array) -> None:
-            """Store the decays, P^T and T^T of a head whose inverse is known."""
-            decay = _decays(gate("g", head), sums, decays.at[chunk, head])
+            """Store the gates, P^T and T^T of a head whose inverse is known."""
+            decay = _decays(gate("g", head), sums, by_place.at[chunk, head])
+            by_place[chunk, head, BETA] = gate("beta", head)
             send(key_queries * decay, scores.at[chunk, head])
-            inverse = load_padded(solved.at[member]) * decay
-            send(inverse * over_columns(gate("beta", head), _SHAPE), inverses.at[chunk, head])
+            send(load_padded(solved.at[member]) * decay, inverses.at[chunk, head])
 
         @pl.when(end > first)
         def _() -> None:
@@ -175,11 +172,11 @@ def _decays(g: Float[Array, "places"], sums: Any, stored: Any) -> Float[Array, "
             return over_rows(plgpu.load(sums.at[which], layout=_ROW, optimized=False), _SHAPE)
 
         sums[which] = part
-        by_place = jnp.sum(jnp.where(column <= row, along(), 0.0), axis=1)
-        sums[which] = by_place
-        before.append(by_place)
-        after.append(everywhere(sums[which, CHUNK - 1], (CHUNK,)) - by_place)
-        exponents.append(along() - over_columns(by_place, _SHAPE))
+        total = jnp.sum(jnp.where(column <= row, along(), 0.0), axis=1)
+        sums[which] = total
+        before.append(total)
+        after.append(everywhere(sums[which, CHUNK - 1], (CHUNK,)) - total)
+        exponents.append(along() - over_columns(total, _SHAPE))
     stored[IN] = jnp.exp(before[0] + before[1])
     stored[OUT] = jnp.exp(after[0] + after[1])
     exponent = exponents[0] + exponents[1]

@@ -1,11 +1,11 @@
 """The serial part of the Mosaic prefill: states carried over the chunks of each row, outputs on the way.
 
-    W = V - diag(exp G) K S        V' = T W        O = diag(exp G) Q S + P V'
+    W = diag(beta) (V - diag(exp G) K S)        V' = T W        O = diag(exp G) Q S + P V'
     S <- exp(G_n) S + K^T diag(exp(G_n - G)) V'
 
-with T, P and the decays of `mosaic_chunks.py`. One program owns some value columns of one head of one row, 64 for each
-warpgroup that multiplies (`mosaic_chain.py`). One more warpgroup copies what they need into a ring in shared memory,
-some chunks ahead. The programs of one row more than there are fill the outputs that no row owns with zeros.
+with T, P and gates as `mosaic_chunks.py` leaves them. One program owns some value columns of one head of one row, 64
+for each warpgroup that multiplies (`mosaic_chain.py`). One more warpgroup copies what they need into a ring in shared
+memory, some chunks ahead. The programs of one row more than there are fill the outputs that no row owns with zeros.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ from gdn_jax.kernels.gated_delta.tiles import COLUMNS, PrefillTiles
 from gdn_jax.kernels.mosaic import swizzled
 from gdn_jax.kernels.numerics import CHUNK
 
-_COPIES = 6  # of a stage: k, q, v, T, P, decays
+_COPIES = 6  # of a stage: k, q, v, T, P, gates
 _EDGE = 16  # tokens of a cut chunk that are stored together
 
 
@@ -44,7 +44,7 @@ def run_rows(
     Args:
         tokens: packed `q`, `k` and `v`.
         cuts: the same of cut chunks.
-        factors: `inverses`, `scores` and `decays` of all chunks.
+        factors: `inverses`, `scores` and `gates` of all chunks.
         rows: the packing, the anchors and the exports.
         pool: recurrent states; updated in place where the caller's jit donates it.
         tiles: how the work is cut up.
@@ -70,7 +70,7 @@ def run_rows(
                 "v": plgpu.SMEM((stages, CHUNK, columns), dtype, transforms=swizzled(dtype)),
                 "inverses": matrix,
                 "scores": matrix,
-                "decays": plgpu.SMEM((stages, 2, CHUNK), jnp.float32),
+                "gates": plgpu.SMEM((stages, 3, CHUNK), jnp.float32),
             },
             "here": plgpu.Barrier(num_arrivals=_COPIES, num_barriers=stages),
             "free": plgpu.Barrier(num_arrivals=tiles.warpgroups, num_barriers=stages),
