@@ -26,11 +26,13 @@ from benchmarks.kernels.device_time import copy_bandwidth
 from benchmarks.results_file import ResultRow, write_results
 from benchmarks.trace_parts import idle_seconds, parts_of, read_events
 from gdn_jax.config import ModelConfig
+from gdn_jax.joined import join_projections
 from gdn_jax.kernels.anchors import NULL_SLOT, AdvanceRows, PrefillRows
 from gdn_jax.kernels.dispatch import Implementation
 from gdn_jax.kernels.numerics import CHUNK
 from gdn_jax.model import abstract_model, resolve_dtype
 from gdn_jax.serving.runner.lanes import LaneSampling
+from gdn_jax.serving.runner.packed import StepInputs, pack_inputs
 from gdn_jax.serving.runner.pools import DeviceState, PoolSizes, make_device_state
 from gdn_jax.serving.runner.sampling import SampledRows
 from gdn_jax.serving.runner.steps import advance_step, prefill_step, split_model
@@ -82,6 +84,7 @@ class Model:
         model = dummy_weights(
             abstract_model(self.config, dtype=self.dtype, implementation=Implementation(options.kernels))
         )
+        join_projections(model)
         self.static, self.params = split_model(model, num_valid_tokens=self.config.vocab_size, num_top=20)
 
     def sequences(self, batch: int, num_tokens: int, num_exports: int = 0) -> tuple[DeviceState, np.ndarray]:
@@ -127,7 +130,7 @@ def decode_step(model: Model, batch: int, context: int) -> tuple[Step, DeviceSta
     )
     ids = np.arange(batch, dtype=np.int32)[:, None]
     inputs = AdvanceBatch(token_ids=ids, rows=rows, lane=np.arange(batch, dtype=np.int32), block_tables=tables)
-    return partial(_advance, model, jax.device_put(inputs), _greedy(batch)), state
+    return partial(_advance, model, jax.device_put(pack_inputs(inputs, _greedy(batch)))), state
 
 
 def prefill_of(model: Model, num_tokens: int) -> tuple[Step, DeviceState]:
@@ -147,24 +150,20 @@ def prefill_of(model: Model, num_tokens: int) -> tuple[Step, DeviceState]:
     )
     ids = np.arange(num_tokens, dtype=np.int32) % model.config.vocab_size
     inputs = PrefillBatch(token_ids=ids, rows=rows, block_tables=tables)
-    return partial(_prefill, model, jax.device_put(inputs), _greedy(1)), state
+    return partial(_prefill, model, jax.device_put(pack_inputs(inputs, _greedy(1)))), state
 
 
-def _advance(
-    model: Model, inputs: AdvanceBatch, sampling: SampledRows, state: DeviceState
-) -> tuple[jax.Array, DeviceState]:
-    return advance_step(model.static, model.params, state, inputs, sampling)
+def _advance(model: Model, inputs: StepInputs, state: DeviceState) -> tuple[jax.Array, DeviceState]:
+    return advance_step(model.static, model.params, state, inputs)
 
 
-def _prefill(
-    model: Model, inputs: PrefillBatch, sampling: SampledRows, state: DeviceState
-) -> tuple[jax.Array, DeviceState]:
-    words, _, state = prefill_step(model.static, model.params, state, inputs, sampling)
+def _prefill(model: Model, inputs: StepInputs, state: DeviceState) -> tuple[jax.Array, DeviceState]:
+    words, _, state = prefill_step(model.static, model.params, state, inputs)
     return words, state
 
 
 def _greedy(batch: int) -> SampledRows:
-    return LaneSampling(batch).gather(np.arange(batch, dtype=np.int32), np.ones((batch,), np.bool_))
+    return LaneSampling(batch, tell_demand=True).gather(np.arange(batch, dtype=np.int32), np.ones((batch,), np.bool_))
 
 
 def benchmark(case: str, step: Step, state: DeviceState, options: Options, *, num_steps: int) -> Iterator[ResultRow]:

@@ -25,7 +25,7 @@ from gdn_jax.kernels.paged_attention import (
     token_slots,
     write_pages,
 )
-from gdn_jax.linear import Linear
+from gdn_jax.linear import JoinedLinear, Linear
 from gdn_jax.norm import RMSNorm
 from gdn_jax.rope import inverse_frequencies, rotate
 from gdn_jax.state import AdvanceBatch, KVPages, PrefillBatch
@@ -54,6 +54,12 @@ class GatedAttention(nnx.Module):
         self.o_proj = Linear(config.num_attention_heads * width, hidden, dtype=dtype, rngs=rngs)
         self.q_norm = RMSNorm(width, eps=eps, dtype=dtype)
         self.k_norm = RMSNorm(width, eps=eps, dtype=dtype)
+        self.joined: JoinedLinear | None = nnx.data(None)
+
+    def join(self) -> None:
+        """Hold the projections of queries, keys and values as one matrix: see `joined.py`."""
+        self.joined = JoinedLinear((self.q_proj, self.k_proj, self.v_proj))
+        del self.q_proj, self.k_proj, self.v_proj
 
     def prefill(
         self, x: Float[Array, "T H"], pages: KVPages, batch: PrefillBatch, *, rope_offset: int = 0, first_key: int = 0
@@ -103,9 +109,9 @@ class GatedAttention(nnx.Module):
     ) -> tuple[Float[Array, "*tokens Hq D"], KeyValues, Float[Array, "*tokens Hq D"]]:
         """Return queries and keys, normed and rotated, values, and the gate before its sigmoid."""
         lead, width = x.shape[:-1], self.config.head_dim
-        q, gate = jnp.split(self.q_proj(x).reshape(*lead, -1, 2 * width), 2, axis=-1)
-        k = self.k_proj(x).reshape(*lead, -1, width)
-        v = self.v_proj(x).reshape(*lead, -1, width)
+        q, k, v = (self.q_proj(x), self.k_proj(x), self.v_proj(x)) if self.joined is None else self.joined(x)
+        q, gate = jnp.split(q.reshape(*lead, -1, 2 * width), 2, axis=-1)
+        k, v = k.reshape(*lead, -1, width), v.reshape(*lead, -1, width)
         inv_freq, scale = inverse_frequencies(self.config)
         q = rotate(self.q_norm(q), position, inv_freq, scale)
         k = rotate(self.k_norm(k), position, inv_freq, scale)

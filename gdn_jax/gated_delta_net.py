@@ -18,7 +18,7 @@ from gdn_jax.kernels.documents import same_document
 from gdn_jax.kernels.gated_delta import DeltaInputs, delta_inputs, gdn_forward, gdn_prefill
 from gdn_jax.kernels.gated_rms_norm import gated_rms_norm
 from gdn_jax.kernels.gdn_mixer import MixerTokens, MixerWeights, RecurrentState, gdn_mixer_advance
-from gdn_jax.linear import Linear
+from gdn_jax.linear import JoinedLinear, Linear
 from gdn_jax.state import AdvanceBatch, PrefillBatch
 
 
@@ -60,59 +60,77 @@ class GatedDeltaNet(nnx.Module):
         self.dt_bias = nnx.Param(step + jnp.log(-jnp.expm1(-step)))  # the inverse of softplus
         self.norm_weight = nnx.Param(jnp.ones((config.linear_value_dim,), jnp.float32))
         self.out_proj = Linear(value_width, hidden, dtype=dtype, rngs=rngs)
+        self.joined: JoinedLinear | None = nnx.data(None)
+        self.taps: nnx.Param | None = nnx.data(None)
+
+    def join(self) -> None:
+        """Hold the four input projections as one matrix, and the taps as decode reads them: see `joined.py`."""
+        self.taps = nnx.Param(self.conv_weight[...].T)
+        del self.conv_weight
+        self.joined = JoinedLinear((self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a))
+        del self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a
 
     def prefill(
         self, x: Float[Array, "T H"], state: RecurrentState, batch: PrefillBatch
     ) -> tuple[Float[Array, "T H"], RecurrentState]:
         """Run packed spans from and into state slots; replay windows are not touched."""
+        tokens = self._project(x)
         mixed, conv = causal_conv1d_prefill(
-            self.in_proj_qkv(x), self.conv_weight[...], batch.rows, state.conv, implementation=self.implementation
+            tokens.raw, self._taps().T, batch.rows, state.conv, implementation=self.implementation
         )
-        q, inputs = self._delta_inputs(mixed, x)
+        q, inputs = self._delta_inputs(mixed, tokens)
         out, recurrent = gdn_prefill(q, inputs, batch.rows, state.recurrent, implementation=self.implementation)
-        return self._output(out, x), RecurrentState(recurrent=recurrent, conv=conv, replay=state.replay)
+        return self._output(out, tokens.z), RecurrentState(recurrent=recurrent, conv=conv, replay=state.replay)
 
     def advance(
         self, x: Float[Array, "rows T H"], state: RecurrentState, batch: AdvanceBatch
     ) -> tuple[Float[Array, "rows T H"], RecurrentState]:
         """Fold each lane's replay window into its slot, run the new tokens, and keep them as the next replay window."""
-        tokens = MixerTokens(raw=self.in_proj_qkv(x), a=self.in_proj_a(x), b=self.in_proj_b(x), z=self._gate(x))
         weights = MixerWeights(
-            conv=self.conv_weight[...],
+            taps=self._taps(),
             a_log=self.a_log[...],
             dt_bias=self.dt_bias[...],
             norm=self.norm_weight[...],
         )
         mixed, state = gdn_mixer_advance(
-            tokens, weights, batch.rows, batch.lane, state, eps=self.eps, implementation=self.implementation
+            self._project(x), weights, batch.rows, batch.lane, state, eps=self.eps, implementation=self.implementation
         )
         return self.out_proj(mixed.reshape(*x.shape[:-1], -1)), state
 
     def forward(self, x: Float[Array, "rows T H"], document: Int[Array, "rows T"]) -> Float[Array, "rows T H"]:
         """Run rows of whole documents without slots: what training differentiates."""
-        mixed = causal_conv1d_forward(
-            self.in_proj_qkv(x), self.conv_weight[...], document, implementation=self.implementation
-        )
-        q, inputs = self._delta_inputs(mixed, x)
+        tokens = self._project(x)
+        mixed = causal_conv1d_forward(tokens.raw, self._taps().T, document, implementation=self.implementation)
+        q, inputs = self._delta_inputs(mixed, tokens)
         is_first = ~same_document(document, 1)
-        return self._output(gdn_forward(q, inputs, is_first, implementation=self.implementation), x)
+        return self._output(gdn_forward(q, inputs, is_first, implementation=self.implementation), tokens.z)
+
+    def _taps(self) -> Float[Array, "K C"]:
+        return self.conv_weight[...].T if self.taps is None else self.taps[...]
+
+    def _project(self, x: Float[Array, "*tokens H"]) -> MixerTokens:
+        """Return the input projections of each token."""
+        if self.joined is None:
+            raw, z, b, a = self.in_proj_qkv(x), self.in_proj_z(x), self.in_proj_b(x), self.in_proj_a(x)
+        else:
+            raw, z, b, a = self.joined(x)
+        return MixerTokens(raw=raw, a=a, b=b, z=z.reshape(*x.shape[:-1], self.num_value_heads, -1))
 
     def _delta_inputs(
-        self, mixed: Float[Array, "*tokens C"], x: Float[Array, "*tokens H"]
+        self, mixed: Float[Array, "*tokens C"], tokens: MixerTokens
     ) -> tuple[Float[Array, "*tokens Nk dk"], DeltaInputs]:
         return delta_inputs(
             mixed,
-            self.in_proj_a(x),
-            self.in_proj_b(x),
+            tokens.a,
+            tokens.b,
             self.a_log[...],
             self.dt_bias[...],
             num_key_heads=self.num_key_heads,
             key_dim=self.key_dim,
         )
 
-    def _output(self, out: Float[Array, "*tokens Nv dv"], x: Float[Array, "*tokens H"]) -> Float[Array, "*tokens H"]:
-        normed = gated_rms_norm(out, self._gate(x), self.norm_weight[...], eps=self.eps)
-        return self.out_proj(normed.reshape(*x.shape[:-1], -1))
-
-    def _gate(self, x: Float[Array, "*tokens H"]) -> Float[Array, "*tokens Nv dv"]:
-        return self.in_proj_z(x).reshape(*x.shape[:-1], self.num_value_heads, -1)
+    def _output(
+        self, out: Float[Array, "*tokens Nv dv"], z: Float[Array, "*tokens Nv dv"]
+    ) -> Float[Array, "*tokens H"]:
+        normed = gated_rms_norm(out, z, self.norm_weight[...], eps=self.eps)
+        return self.out_proj(normed.reshape(*out.shape[:-2], -1))

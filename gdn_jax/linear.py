@@ -3,11 +3,14 @@
 y = x W^T, products in x's dtype, summed in float32, rounded once to x's dtype
 """
 
+from collections.abc import Sequence
+
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from gdn_jax.kernels.numerics import einsum
+from gdn_jax.kernels.numerics import einsum, project
 
 
 def normal_weight(shape: tuple[int, ...], *, fan_in: int, dtype: jnp.dtype, rngs: nnx.Rngs) -> nnx.Param:
@@ -31,11 +34,29 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "*tokens in"]) -> Float[Array, "*tokens out"]:
         """Return the product in x's dtype."""
-        return einsum("...i,oi->...o", x, self.weight[...]).astype(x.dtype)
+        return project(x, self.weight[...])
 
     def in_float32(self, x: Float[Array, "*tokens in"]) -> Float[Array, "*tokens out"]:
         """Return the product of float32 operands, not rounded: for the few outputs that choose or scale others."""
         return einsum("...i,oi->...o", x.astype(jnp.float32), self.weight[...].astype(jnp.float32))
+
+
+class JoinedLinear(nnx.Module):
+    """Several linear layers of one input as one matrix `weight` `[sum of outs, in]`, so that one product makes all."""
+
+    def __init__(self, parts: Sequence[Linear]) -> None:
+        """Put the rows of the parts one after the other.
+
+        Args:
+            parts: layers of one input width and dtype.
+        """
+        weights = [part.weight[...] for part in parts]
+        self.ends = tuple(int(end) for end in np.cumsum([weight.shape[0] for weight in weights])[:-1])
+        self.weight = nnx.Param(jnp.concatenate(weights))
+
+    def __call__(self, x: Float[Array, "*tokens in"]) -> list[Float[Array, "*tokens out"]]:
+        """Return the product of each part, in x's dtype."""
+        return jnp.split(project(x, self.weight[...]), self.ends, axis=-1)
 
 
 class Embedding(nnx.Module):

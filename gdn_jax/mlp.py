@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from gdn_jax.linear import Linear
+from gdn_jax.linear import JoinedLinear, Linear
 
 
 def swiglu(gate: Float[Array, "*tokens I"], up: Float[Array, "*tokens I"]) -> Float[Array, "*tokens I"]:
@@ -28,7 +28,14 @@ class DenseMLP(nnx.Module):
         self.gate_proj = Linear(hidden_size, intermediate_size, dtype=dtype, rngs=rngs)
         self.up_proj = Linear(hidden_size, intermediate_size, dtype=dtype, rngs=rngs)
         self.down_proj = Linear(intermediate_size, hidden_size, dtype=dtype, rngs=rngs)
+        self.joined: JoinedLinear | None = nnx.data(None)
+
+    def join(self) -> None:
+        """Hold gate and up as one matrix: see `joined.py`."""
+        self.joined = JoinedLinear((self.gate_proj, self.up_proj))
+        del self.gate_proj, self.up_proj
 
     def __call__(self, x: Float[Array, "*tokens H"]) -> Float[Array, "*tokens H"]:
         """Return the feed-forward of every token."""
-        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+        gate, up = (self.gate_proj(x), self.up_proj(x)) if self.joined is None else self.joined(x)
+        return self.down_proj(swiglu(gate, up))

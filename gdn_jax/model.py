@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 from gdn_jax.config import ModelConfig
 from gdn_jax.decoder import Decoder
 from gdn_jax.errors import ConfigError, TokensError
+from gdn_jax.kernel_sizes import check_kernel_sizes
 from gdn_jax.kernels.anchors import PrefillRows
 from gdn_jax.kernels.dispatch import Implementation, choose_kernels
 from gdn_jax.kernels.numerics import CHUNK
@@ -165,9 +166,10 @@ def load_model(
         raise ConfigError(f"load_format must be one of {', '.join(_LOAD_FORMATS)}; got {load_format!r}")
     if load_format != "dummy" and config.num_mtp_layers and not has_mtp(folder):
         config = dataclasses.replace(config, num_mtp_layers=0)
-    choice = choose_kernels(kernels)
+    number = resolve_dtype(dtype, config)
+    choice = choose_kernels(kernels, partial(check_kernel_sizes, config, number))
     _LOG.info("kernels: %s (%s)", choice.implementation, choice.reason)
-    model = abstract_model(config, dtype=resolve_dtype(dtype, config), implementation=choice.implementation)
+    model = abstract_model(config, dtype=number, implementation=choice.implementation)
     if load_format == "dummy":
         return dummy_weights(model, seed)
     return load_weights(model, config, folder, progress=progress)

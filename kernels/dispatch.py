@@ -32,30 +32,47 @@ class KernelChoice:
     reason: str
 
 
-def choose_kernels(requested: str) -> KernelChoice:
+def _accept_all() -> None:
+    """Refuse nothing."""
+
+
+def choose_kernels(requested: str, check: Callable[[], None] = _accept_all) -> KernelChoice:
     """Choose the implementation for the device that runs: the first one.
 
     Args:
         requested: one of `KERNEL_CHOICES`.
+        check: raises UnsupportedKernelError where the Mosaic kernels cannot run what is to be run.
 
     Raises:
-        UnsupportedKernelError: `requested` is not a known choice, or the device cannot run it.
+        UnsupportedKernelError: `requested` is not a known choice, or it names what the device cannot run, or `check`
+            refuses.
     """
     device = jax.devices()[0]
-    return choose_kernels_for(requested, device.device_kind, getattr(device, "compute_capability", "none"))
+    return choose_kernels_for(requested, device.device_kind, getattr(device, "compute_capability", "none"), check)
 
 
-def choose_kernels_for(requested: str, device_kind: str, compute_capability: str) -> KernelChoice:
+def choose_kernels_for(
+    requested: str, device_kind: str, compute_capability: str, check: Callable[[], None] = _accept_all
+) -> KernelChoice:
     """Choose as `choose_kernels` does, for a device by its kind; only NVIDIA GPUs have a compute capability."""
-    if requested == "auto":
-        return KernelChoice(implementation=Implementation.JAX, reason=f"plain JAX runs on {device_kind}")
     if requested not in KERNEL_CHOICES:
         raise UnsupportedKernelError(f"kernels must be one of {', '.join(KERNEL_CHOICES)}; got {requested!r}")
-    if requested == Implementation.MOSAIC and compute_capability != _HOPPER:
-        raise UnsupportedKernelError(
-            f"kernels='mosaic' needs a GPU of compute capability {_HOPPER} (Hopper); {device_kind} has "
-            f"{compute_capability}; ask for kernels='auto'"
-        )
+    is_hopper = compute_capability == _HOPPER
+    if requested == "auto":
+        if not is_hopper:
+            return KernelChoice(implementation=Implementation.JAX, reason=f"plain JAX runs on {device_kind}")
+        try:
+            check()
+        except UnsupportedKernelError as error:
+            return KernelChoice(implementation=Implementation.JAX, reason=f"not the kernels for {device_kind}: {error}")
+        return KernelChoice(implementation=Implementation.MOSAIC, reason=f"Pallas kernels for {device_kind}")
+    if requested == Implementation.MOSAIC:
+        if not is_hopper:
+            raise UnsupportedKernelError(
+                f"kernels='mosaic' needs a GPU of compute capability {_HOPPER} (Hopper); {device_kind} has "
+                f"{compute_capability}; ask for kernels='auto'"
+            )
+        check()
     return KernelChoice(implementation=Implementation(requested), reason="asked for by name")
 
 

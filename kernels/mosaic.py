@@ -60,22 +60,35 @@ def add_product(sums: jax.Array, left: jax.Array, right, *, interpret: bool) -> 
 
 @dataclass(frozen=True)
 class RowsOverLanes:
-    """A matrix in registers whose rows are shared by 8 lanes each: every lane has 4 of each 32 columns.
+    """A matrix in registers whose rows are shared by a few lanes each: a lane has 4 of each `4 lanes` columns.
 
-    Warp w owns a quarter of the rows, one after the other; lanes 8 i .. 8 i + 7 share rows i, i + 4, i + 8, ... of it.
+    Warp w owns a quarter of the rows, one after the other. Which of each 8 rows its lanes have at once is chosen so
+    that they read and write a `swizzled` matrix without bank conflicts: lanes that take their turn together have rows
+    whose swizzled columns lie in different banks.
 
     Attributes:
-        num_rows: rows, a multiple of 16.
+        num_rows: rows, a multiple of 32.
+        lanes: that share a row, 4 or 8. With fewer, sums over columns take fewer exchanges, but a row that all rows are
+            multiplied with takes more registers.
+        dtype: of the numbers in shared memory.
     """
 
     num_rows: int
+    lanes: int
+    dtype: DTypeLike
 
     @property
     def matrix(self) -> Any:
         """The layout of the matrix `[num_rows, columns]`, columns a multiple of 32."""
-        of_warp = self.num_rows // 4
-        tiling = plgpu.Tiling(((self.num_rows, 32), (of_warp, 32), (4, 32), (4,)))
-        return plgpu.Layout.TILED(tiling, warp_dims=(-7,), lane_dims=(-3, -2), vector_dim=-1)
+        vector_bytes, columns = 4 * jnp.dtype(self.dtype).itemsize, 4 * self.lanes
+        # Of 8 rows, the swizzle tells apart those that lie `near` apart; as many next to each other fill the lanes.
+        near = self.lanes * vector_bytes // 16
+        heights = dict.fromkeys((self.num_rows, self.num_rows // 4, 8, near, vector_bytes // 4))
+        tiles = [(height, columns) for height in heights]
+        # Each tile but the first adds two dimensions: its rows and columns within the tile before it.
+        far = () if near == 8 else (-1 - 2 * (len(tiles) - tiles.index((8, columns))),)
+        tiling = plgpu.Tiling((*tiles, (4,)))
+        return plgpu.Layout.TILED(tiling, warp_dims=(-1 - 2 * len(tiles),), lane_dims=(-3, *far, -2), vector_dim=-1)
 
     @property
     def column(self) -> Any:
@@ -94,7 +107,7 @@ class HeadsOverWarps:
 
     Attributes:
         num_heads: 4, or 1, which all warps then hold alike.
-        width: of a head, 64 or 128.
+        width: of a head, 32, 64 or 128.
     """
 
     num_heads: int

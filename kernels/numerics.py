@@ -1,7 +1,7 @@
 """Matrix products with their precision spelled out, and the small float32 pieces every kernel shares.
 
 A float32 product is IEEE float32 everywhere (never TF32); a bfloat16 product accumulates in float32.
-Callers decide where a result is rounded, so every function here returns float32.
+Callers decide where a result is rounded, so functions here return float32; `project` alone rounds its result, once.
 """
 
 from functools import partial
@@ -29,6 +29,21 @@ def einsum(spec: str, *operands: Float[Array, "..."]) -> Float[Array, "..."]:
     if all(operand.dtype == jnp.float32 for operand in operands):
         return _contract(spec, *operands)
     return _contract_16_bit(spec, *operands)
+
+
+def project(x: Float[Array, "*tokens in"], weight: Float[Array, "out in"]) -> Float[Array, "*tokens out"]:
+    """Return x W^T, accumulated in float32 and rounded once to x's dtype.
+
+    The product itself rounds, so that float32 numbers, twice as large, never pass through memory. For a single token a
+    GPU makes no product of it but sums, which it would make in the dtype of the result.
+
+    Args:
+        x: vectors of one floating dtype.
+        weight: in that dtype, too.
+    """
+    if x.dtype == jnp.float32 or x.size == x.shape[-1]:
+        return einsum("...i,oi->...o", x, weight).astype(x.dtype)
+    return jnp.einsum("...i,oi->...o", x, weight, precision=jax.lax.Precision.HIGHEST, preferred_element_type=x.dtype)
 
 
 def _contract(spec: str, *operands: Array) -> Array:

@@ -10,6 +10,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,9 @@ import jax.numpy as jnp
 from tqdm import tqdm
 
 from gdn_jax.config import ModelConfig
+from gdn_jax.joined import join_projections
+from gdn_jax.kernel_sizes import check_kernel_sizes
 from gdn_jax.kernels.dispatch import Implementation, KernelChoice, choose_kernels
-from gdn_jax.kernels.gated_delta.tiles import check_mixer
-from gdn_jax.kernels.paged_attention.tiles import check_advance as check_attention
 from gdn_jax.model import LanguageModel, abstract_model, resolve_dtype
 from gdn_jax.serving.config import EngineConfig
 from gdn_jax.serving.core.errors import StartupError
@@ -87,10 +88,16 @@ def build_engine(config: EngineConfig, *, show_progress: bool = True) -> EngineP
     tokenizer = _read_tokenizer(config, model_config, text_folder)
     chat_template = ChatTemplate.from_folder(text_folder)
     device = jax.devices()[0]
-    kernels = choose_kernels(config.kernels)
-    if kernels.implementation is Implementation.MOSAIC:
-        _check_mosaic(config, model_config)
     dtype = str(resolve_dtype(config.dtype, model_config))
+    check = partial(
+        check_kernel_sizes,
+        model_config,
+        jnp.dtype(dtype),
+        state_dtype=_state_dtype(config, model_config),
+        window=1 + config.speculative_tokens,
+        block_size=config.block_size,
+    )
+    kernels = choose_kernels(config.kernels, check)
     memory = plan_memory(model_config, memory_request(config, model_config, device))
     _say(config, published, kernels, memory, tokenizer)
     _keep_compiled(config.compile_cache)
@@ -105,21 +112,6 @@ def build_engine(config: EngineConfig, *, show_progress: bool = True) -> EngineP
         memory=memory,
         kernels=kernels,
     )
-
-
-def _check_mosaic(config: EngineConfig, model: ModelConfig) -> None:
-    """Raise UnsupportedKernelError for a model that the Mosaic kernels cannot run: here, and not in its first step."""
-    check_mixer(
-        model.num_linear_key_heads,
-        model.num_linear_value_heads,
-        model.linear_key_dim,
-        model.linear_value_dim,
-        jnp.dtype(_state_dtype(config, model)),
-    )
-    if resolve_dtype(config.dtype, model) != jnp.float32:  # float32 attention is plain JAX
-        group = model.num_attention_heads // model.num_kv_heads
-        queries = (1 + config.speculative_tokens) * group
-        check_attention(width=model.head_dim, block_size=config.block_size, queries=queries)
 
 
 def _with_head_as_asked(config: EngineConfig, published: ModelConfig) -> ModelConfig:
@@ -245,12 +237,16 @@ def _say(
 def _load(
     config: EngineConfig, model_config: ModelConfig, dtype: str, implementation: Implementation, *, show_progress: bool
 ) -> LanguageModel:
-    model = abstract_model(model_config, dtype=jnp.dtype(dtype), implementation=implementation)
+    """Load a model's weights, and shape them for serving."""
+    abstract = abstract_model(model_config, dtype=jnp.dtype(dtype), implementation=implementation)
     if config.load_format == "dummy":
-        return dummy_weights(model, config.seed)
-    hidden = None if show_progress else True  # None: where standard error is no terminal, the log lines tell
-    with tqdm(desc="loading weights", unit="B", unit_scale=True, disable=hidden, leave=False) as bar:
-        return load_weights(model, model_config, config.model, progress=_advance(bar))
+        model = dummy_weights(abstract, config.seed)
+    else:
+        hidden = None if show_progress else True  # None: where standard error is no terminal, the log lines tell
+        with tqdm(desc="loading weights", unit="B", unit_scale=True, disable=hidden, leave=False) as bar:
+            model = load_weights(abstract, model_config, config.model, progress=_advance(bar))
+    join_projections(model)
+    return model
 
 
 def _advance(bar: "tqdm[Any]") -> Callable[[int, int], None]:

@@ -57,6 +57,7 @@ class Options:
     repeats: int = 7
 
 
+@partial(jax.jit, static_argnums=(0, 1))  # else each array and size is compiled by itself, ten seconds for a case
 def draw(case: AdvanceCase, num_slots: int) -> AdvanceArguments:
     """Draw the arguments of a case on the device; every row has full windows of replayed and new tokens."""
     heads, lead = case.heads, (case.num_rows, case.window)

@@ -91,6 +91,7 @@ _Carry = tuple[jax.Array, jax.Array, jax.Array]  # queries, pages of keys, pages
 Arguments = tuple[jax.Array, jax.Array, jax.Array, jax.Array, AdvanceRows]
 
 
+@partial(jax.jit, static_argnums=0)
 def draw(case: Case) -> Arguments:
     """Draw queries, pages of keys and of values, block tables and rows, on the device."""
     keys = iter(jax.random.split(jax.random.key(0), 3))

@@ -9,20 +9,23 @@ from gdn_jax.kernels.dispatch import UnsupportedKernelError
 WIDTHS = (64, 128)  # of keys and values
 STATE_DTYPES = ("float32", "float16", "bfloat16")
 COLUMNS = 64  # value columns that one warpgroup of a prefill owns: a tensor-core product has 64 rows
-_PROGRAMS = 132  # programs that run at once on an H200, one on each of its multiprocessors
+MULTIPROCESSORS = 132  # of an H100 or H200
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdvanceTiles:
-    """How the advance is cut up.
+    """How the advance is cut up; no choice changes a bit of what is computed.
 
     Attributes:
-        value_rows: rows of a transposed state `[dv, dk]` that one program owns, a multiple of 16. Fewer rows need fewer
-            registers, so more programs share a multiprocessor and more bytes are on their way; more rows share the
-            work on keys and queries.
+        value_rows: rows of a transposed state `[dv, dk]` that one program owns, 32 or 64. Fewer rows need fewer
+            registers, so that more programs share a multiprocessor; more rows share the work on keys and queries.
     """
 
     value_rows: int
+
+    def __post_init__(self) -> None:
+        if self.value_rows not in (32, 64):
+            raise ValueError(f"a tile must have 32 or 64 rows, 8 or 16 for each warp; got {self.value_rows}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +35,6 @@ class PrefillTiles:
     Attributes:
         warpgroups: those that multiply in one program; each owns COLUMNS value columns of one head.
         stages: chunks that shared memory holds for them.
-
         chain_registers: of a thread that multiplies, where more than one warpgroup does.
         load_registers: of a thread that loads, then.
     """
@@ -46,12 +48,19 @@ class PrefillTiles:
 def prefill_tiles(*, num_rows: int, num_heads: int, value_dim: int) -> PrefillTiles:
     """Choose tiles for an H200: a program for every 64 columns while there are too few to go round."""
     programs = num_rows * num_heads * (value_dim // COLUMNS)
-    return PrefillTiles(warpgroups=2 if value_dim > COLUMNS and programs > _PROGRAMS else 1, stages=3)
+    return PrefillTiles(warpgroups=2 if value_dim > COLUMNS and programs > MULTIPROCESSORS else 1, stages=3)
 
 
-def advance_tiles(state_dtype: jnp.dtype) -> AdvanceTiles:
-    """Choose tiles: 16 KiB of state for a program, 6 of which fit a multiprocessor of a Hopper GPU."""
-    return AdvanceTiles(value_rows=32 if jnp.dtype(state_dtype).itemsize == 4 else 64)
+def advance_tiles(num_states: int, value_dim: int, window: int, state_dtype: jnp.dtype) -> AdvanceTiles:
+    """Choose tiles for `num_states` states, one for each row of the batch and value head, and `window` new tokens.
+
+    With 64 rows a program takes up to 128 registers a thread, and four of them share a multiprocessor. Where there is
+    little to compute (one token on a float32 state), or a batch leaves some multiprocessors without a program, twice as
+    many programs of half the size are faster.
+    """
+    num_programs = num_states * value_dim // 64
+    is_light = window == 1 and jnp.dtype(state_dtype) == jnp.float32
+    return AdvanceTiles(value_rows=32 if is_light or num_programs < MULTIPROCESSORS else 64)
 
 
 def check_advance(num_key: int, num_value: int, key_dim: int, value_dim: int, state_dtype: jnp.dtype) -> None:

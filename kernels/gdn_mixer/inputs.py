@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class MixerTokens:
-    """Projections of the new tokens of some rows.
+    """Projections of tokens: `[rows, T, ...]` of windows of new tokens, or `[T, ...]` of packed ones.
 
     Attributes:
         raw: of q, k and v, before the convolution.
@@ -18,10 +18,10 @@ class MixerTokens:
         z: of the output gate.
     """
 
-    raw: Float[Array, "rows T C"]
-    a: Float[Array, "rows T Nv"]
-    b: Float[Array, "rows T Nv"]
-    z: Float[Array, "rows T Nv dv"]
+    raw: Float[Array, "*tokens C"]
+    a: Float[Array, "*tokens Nv"]
+    b: Float[Array, "*tokens Nv"]
+    z: Float[Array, "*tokens Nv dv"]
 
 
 @jax.tree_util.register_dataclass
@@ -30,13 +30,13 @@ class MixerWeights:
     """Parameters of one layer beside its projections.
 
     Attributes:
-        conv: taps; the last one multiplies the current token.
+        taps: of the convolution; the last one multiplies the current token.
         a_log: logarithm of the decay rate, float32.
         dt_bias: added to a, float32.
         norm: of the gated norm, float32.
     """
 
-    conv: Float[Array, "C K"]
+    taps: Float[Array, "K C"]
     a_log: Float[Array, "Nv"]
     dt_bias: Float[Array, "Nv"]
     norm: Float[Array, "dv"]

@@ -8,6 +8,7 @@ All it loads is asked for before any of it is stored.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -28,6 +29,7 @@ from gdn_jax.kernels.gdn_mixer.state import RecurrentState, ReplayWindow
 from gdn_jax.kernels.mosaic import HeadsOverWarps, everywhere, over_columns
 
 
+@partial(jax.jit, static_argnames=("eps",))
 def gdn_mixer_advance(
     tokens: MixerTokens,
     weights: MixerWeights,
@@ -91,7 +93,7 @@ def advance_inputs(
         grid_names=("row", "part"),
     )(
         {"raw": by_head(tokens.raw), "a": tokens.a, "b": tokens.b},
-        {"taps": by_head(weights.conv.T), "a_log": weights.a_log, "dt_bias": weights.dt_bias},
+        {"taps": by_head(weights.taps), "a_log": weights.a_log, "dt_bias": weights.dt_bias},
         vars(rows),
         lane,
         refs,

@@ -25,7 +25,7 @@ def gdn_mixer_advance(
     """Fold replay windows and run new tokens; as `gdn_mixer.gdn_mixer_advance`, which says what the arguments mean."""
     replay: ReplayWindow = gather_lanes(state.replay, lane)
     mixed, conv = causal_conv1d_advance(
-        tokens.raw, replay.conv, weights.conv, rows, state.conv, implementation=implementation
+        tokens.raw, replay.conv, weights.taps.T, rows, state.conv, implementation=implementation
     )
     num_key_heads, key_dim = state.replay.delta.k.shape[2:]
     q, new = delta_inputs(

@@ -8,6 +8,8 @@ Scores, softmax and sums are float32; both products take operands in the pages' 
 it, as in `plain.py`. Where a row is cut depends on its own length and on static sizes alone.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -33,6 +35,7 @@ from gdn_jax.kernels.paged_attention.tiles import (
 )
 
 
+@partial(jax.jit, static_argnames=("first_key", "tiles", "interpret"))
 def paged_attention_advance(
     q: Float[Array, "rows T Hq D"],
     k_pages: Float[Array, "pages block Hkv D"],

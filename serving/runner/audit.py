@@ -16,6 +16,7 @@ import numpy as np
 from gdn_jax.kernels.anchors import NULL_SLOT, PrefillRows
 from gdn_jax.serving.core.errors import InvariantError
 from gdn_jax.serving.runner.lanes import LaneSampling
+from gdn_jax.serving.runner.packed import pack_inputs
 from gdn_jax.serving.runner.pools import DeviceState
 from gdn_jax.serving.runner.steps import Params, StepStatic, prefill_step
 from gdn_jax.state import ModelState, PrefillBatch, RecurrentState
@@ -111,7 +112,8 @@ class Recomputation:
                 ),
                 block_tables=self._table,
             )
-            *_, self._state = prefill_step(self._static, self._params, self._state, batch, self._sampling)
+            inputs = pack_inputs(batch, self._sampling)
+            *_, self._state = prefill_step(self._static, self._params, self._state, inputs)
             yield Pools(self._state.model)
 
 

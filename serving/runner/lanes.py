@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from gdn_jax.serving.runner.adjust import NO_ADJUSTMENTS, RowAdjustments, pack_adjustments
-from gdn_jax.serving.runner.sampling import LaneParameters, RowSampling, SampledRows, pack_rows
+from gdn_jax.serving.runner.sampling import Demand, LaneParameters, RowSampling, SampledRows, demand_of, pack_rows
 
 MAX_BANNED = 1024  # most banned ids of a request; a step takes as many as its rows need (see sampling.py)
 
@@ -20,9 +20,17 @@ MAX_BANNED = 1024  # most banned ids of a request; a step takes as many as its r
 class LaneSampling:
     """One row of `LaneParameters` per lane, and how many alternatives the lane's request wants listed."""
 
-    def __init__(self, num_lanes: int) -> None:
-        """Create lanes that nobody uses: greedy ones, and one more behind them for padding."""
+    def __init__(self, num_lanes: int, *, tell_demand: bool = False) -> None:
+        """Create lanes that nobody uses: greedy ones, and one more behind them for padding.
+
+        Args:
+            num_lanes: lanes.
+            tell_demand: whether rows are marked by the most that they ask for, so that steps for those that ask for
+                little are compiled apart; else as if they asked for anything.
+        """
         self._num_lanes = num_lanes
+        self._tell_demand = tell_demand
+        self._demand = np.full((num_lanes + 1,), Demand.GREEDY, np.int8)
         self._num_top: list[int | None] = [None] * num_lanes
         nobody = _pack(RowSampling(), None, NO_ADJUSTMENTS)
         self._host: dict[str, np.ndarray] = {
@@ -36,6 +44,8 @@ class LaneSampling:
     ) -> None:
         """Give a lane to a request."""
         self._num_top[lane] = num_logprobs
+        asks_for_more = num_logprobs is not None or adjustments.adjusts
+        self._demand[lane] = Demand.ANYTHING if asks_for_more else demand_of(row)
         for name, value in _pack(row, num_logprobs, adjustments).items():
             if not np.array_equal(self._host[name][lane], value[0]):
                 self._host[name][lane] = value[0]
@@ -60,7 +70,8 @@ class LaneSampling:
             self._parameters = replace(self._parameters, **self._on_device(self._changed))
             self._changed.clear()
         rows: Any = {"lane": lane, "emits": emits}
-        return SampledRows(lanes=self._parameters, **rows)
+        demand = Demand(int(self._demand[lane].max())) if self._tell_demand else Demand.ANYTHING
+        return SampledRows(lanes=self._parameters, demand=demand, **rows)
 
     def _on_device(self, names: Iterable[str]) -> dict[str, Any]:
         # Copies, since on a CPU the device may keep the very array that the next request changes.

@@ -25,9 +25,10 @@ from gdn_jax.serving.runner.buckets import Buckets
 from gdn_jax.serving.runner.inputs import BlockTables, build_advance, build_prefill, padded_lanes, prefill_groups
 from gdn_jax.serving.runner.lanes import LaneSampling
 from gdn_jax.serving.runner.outputs import StepOutputs, describe_token, unpack
+from gdn_jax.serving.runner.packed import pack_inputs
 from gdn_jax.serving.runner.pools import DeviceState, PoolSizes, make_device_state
 from gdn_jax.serving.runner.prompt_scores import ScoredPrompt, next_prompt_ids, prompt_logprobs, score_prompts
-from gdn_jax.serving.runner.sampling import RowSampling, SampledRows
+from gdn_jax.serving.runner.sampling import Demand, RowSampling, SampledRows
 from gdn_jax.serving.runner.steps import advance_step, place_history, prefill_step, split_model
 from gdn_jax.state import ModelState
 
@@ -57,7 +58,15 @@ class RequestSampling:
 class Runner:
     """Owns the device side of an engine."""
 
-    def __init__(self, model: LanguageModel, sizes: PoolSizes, buckets: Buckets, *, num_valid_tokens: int) -> None:
+    def __init__(
+        self,
+        model: LanguageModel,
+        sizes: PoolSizes,
+        buckets: Buckets,
+        *,
+        num_valid_tokens: int,
+        steps_by_demand: bool | None = None,
+    ) -> None:
         """Allocate the pools.
 
         Args:
@@ -65,6 +74,8 @@ class Runner:
             sizes: of the pools.
             buckets: padded sizes of calls.
             num_valid_tokens: token ids from here on are never chosen.
+            steps_by_demand: whether decode steps are compiled for what their rows ask for (`sampling.Demand`); by
+                default on a GPU.
         """
         self._static, self._params = split_model(
             model, num_valid_tokens=num_valid_tokens, num_top=min(MAX_LOGPROBS, num_valid_tokens)
@@ -75,6 +86,8 @@ class Runner:
         self._scored: dict[RequestId, ScoredPrompt] = {}
         self._shapes: set[tuple[str, tuple[tuple[int, ...], ...]]] = set()
         self._is_warming_up = False
+        by_demand = jax.default_backend() == "gpu" if steps_by_demand is None else steps_by_demand
+        self._demands = tuple(Demand) if by_demand else (Demand.ANYTHING,)
         self._device: DeviceState | None = None
         self.reset()
 
@@ -85,7 +98,7 @@ class Runner:
         self._device = make_device_state(self._config, sizes, dtype=self._dtype)
         self._owners: dict[int, RequestId] = {}  # of lanes, as far as rows told
         self._tables = BlockTables(sizes.num_lanes, sizes.max_blocks)
-        self._lanes = LaneSampling(sizes.num_lanes)
+        self._lanes = LaneSampling(sizes.num_lanes, tell_demand=len(self._demands) > 1)
 
     @property
     def device(self) -> DeviceState:
@@ -179,19 +192,23 @@ class Runner:
     def _prefill(self, rows: Sequence[RowPlan], buckets: Buckets) -> tuple[Array, Array]:
         batch = build_prefill(rows, self._tables, buckets, self._sizes.block_size)
         sampling = self._gather(rows, padded_lanes(rows, batch.rows.length.shape[0], self._sizes.num_lanes))
+        sampling = replace(sampling, demand=Demand.ANYTHING)  # a wait in a prefill is not worth a compilation
         self._note("prefill", batch.token_ids.shape, batch.block_tables.shape)
-        words, hidden, self._device = prefill_step(self._static, self._params, self.device, batch, sampling)
+        words, hidden, self._device = prefill_step(
+            self._static, self._params, self.device, pack_inputs(batch, sampling)
+        )
         return words, hidden
 
     def _score(self, hidden: Array, next_ids: np.ndarray) -> Array:
         self._note("scores of prompts", next_ids.shape)
         return score_prompts(self._static, self._params, hidden, next_ids)
 
-    def _advance(self, rows: Sequence[RowPlan], buckets: Buckets) -> Array:
+    def _advance(self, rows: Sequence[RowPlan], buckets: Buckets, least: Demand = Demand.GREEDY) -> Array:
         batch = build_advance(rows, self._tables, buckets, window=self._sizes.window)
         sampling = self._gather(rows, np.asarray(batch.lane))
-        self._note("decode", batch.token_ids.shape, batch.block_tables.shape)
-        words, self._device = advance_step(self._static, self._params, self.device, batch, sampling)
+        sampling = replace(sampling, demand=max(sampling.demand, least))
+        self._note(f"decode ({sampling.demand.name.lower()})", batch.token_ids.shape, batch.block_tables.shape)
+        words, self._device = advance_step(self._static, self._params, self.device, pack_inputs(batch, sampling))
         return words
 
     def _note(self, step: str, *shapes: tuple[int, ...]) -> None:
@@ -261,4 +278,5 @@ class Runner:
             hidden = jnp.zeros((num_tokens, self._config.hidden_size), self._dtype)
             yield partial(self._score, hidden, np.full((num_tokens,), -1, np.int32))
         for shape in self._buckets.advance_shapes():
-            yield partial(self._advance, [], shape)
+            for demand in self._demands:
+                yield partial(self._advance, [], shape, demand)

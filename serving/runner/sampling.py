@@ -11,7 +11,9 @@ Gumbel-max: argmax(x + G), G standard Gumbel per token, is distributed as softma
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from enum import IntEnum
+from functools import partial
 from hashlib import sha256
 from typing import Any
 
@@ -30,6 +32,18 @@ _LARGEST_TEMPERATURE = 1e30  # so that a masked logit of -inf stays -inf when di
 
 
 Adjust = Callable[[Float[Array, "rows T V"]], Float[Array, "rows T V"]]
+
+
+class Demand(IntEnum):
+    """What the choice of a token takes; a step may be compiled for one of these.
+
+    A step for the first two has no branch, loop or sort that depends on the device's numbers, so that a GPU's host need
+    not wait for any of them.
+    """
+
+    GREEDY = 0  # the largest logit, and nothing else
+    DRAW = 1  # temperature and min-p too
+    ANYTHING = 2  # ranking, banned ids, penalties, biases, log probabilities
 
 
 @jax.tree_util.register_dataclass
@@ -93,11 +107,13 @@ class SampledRows:
         lanes: parameters of all lanes.
         lane: of each row.
         emits: whether the row's last token is its newest, so that the token after it is wanted.
+        demand: static: the most that any of the rows asks for.
     """
 
     lanes: LaneParameters
     lane: Int[AnyArray, "rows"]
     emits: Bool[AnyArray, "rows"]
+    demand: Demand = field(default=Demand.ANYTHING, metadata={"static": True})
 
     def parameters(self) -> SamplingInputs:
         """Return the rows' sampling parameters."""
@@ -180,6 +196,15 @@ def _divisor(temperature: int | float) -> float:
     return 0.0 if temperature < _GREEDY_BELOW else float(min(temperature, _LARGEST_TEMPERATURE))
 
 
+def demand_of(row: RowSampling) -> Demand:
+    """Return what a request's parameters take, penalties and log probabilities aside."""
+    if row.banned:
+        return Demand.ANYTHING
+    if _divisor(row.temperature) == 0:
+        return Demand.GREEDY
+    return Demand.DRAW if row.top_k == 0 and row.top_p >= 1 else Demand.ANYTHING
+
+
 def gumbel_noise(seed: UInt32[Array, "2"], position: Int[Array, ""], num_tokens: int) -> Float[Array, "V"]:
     """Return standard Gumbel noise for each token id at one position of one request.
 
@@ -200,6 +225,7 @@ def sample_tokens(
     *,
     num_valid_tokens: int | Int[Array, ""],
     adjust: Adjust | None = None,
+    demand: Demand = Demand.ANYTHING,
 ) -> Int[Array, "rows *window"]:
     """Choose one token per row, or per row and place in its window.
 
@@ -210,6 +236,7 @@ def sample_tokens(
         num_valid_tokens: ids from here on have no text and are never chosen (the head may be wider than the tokenizer).
         adjust: changes the logits of all places once ids are masked, which have -inf and must keep it. It gets a copy
             that is the sampler's own, so that it may change it in place.
+        demand: static; the most that any row asks for. Tokens do not depend on it: what none needs is left out.
 
     Returns:
         int32 ids below `num_valid_tokens`. Where no logit is finite the id means nothing: see `samplable`.
@@ -217,21 +244,30 @@ def sample_tokens(
     vocab, window = logits.shape[-1], position.size // position.shape[0]
     flat = jax.tree.map(lambda array: jnp.repeat(array, window, axis=0), inputs)
     places = position.reshape(-1)
-    allowed = _mask(logits.reshape(-1, vocab).astype(jnp.float32), flat, places, num_valid_tokens)
+    allowed = _mask_padding(logits.reshape(-1, vocab).astype(jnp.float32), num_valid_tokens)
+    if demand is Demand.ANYTHING:
+        allowed = _mask_banned(allowed, flat, places)
     if adjust is not None:
         allowed = adjust(allowed.reshape(-1, window, vocab)).reshape(-1, vocab)
     greedy = jnp.argmax(allowed, axis=-1).astype(jnp.int32)
-    draws = flat.temperature > 0
-    drawn = jax.lax.cond(jnp.any(draws), lambda: _draw(allowed, flat, places), lambda: greedy)
+    if demand is Demand.GREEDY:
+        return greedy.reshape(position.shape)
+    draws, draw = flat.temperature > 0, partial(_draw, allowed, flat, places, demand)
+    drawn = draw() if demand is Demand.DRAW else jax.lax.cond(jnp.any(draws), draw, lambda: greedy)
     return jnp.where(draws, drawn, greedy).reshape(position.shape)
 
 
-def filter_logits(logits: Float[Array, "N V"], inputs: SamplingInputs) -> Float[Array, "N V"]:
+def filter_logits(
+    logits: Float[Array, "N V"], inputs: SamplingInputs, demand: Demand = Demand.ANYTHING
+) -> Float[Array, "N V"]:
     """Return the logits by temperature, their maximum moved to 0, with -inf where top-k, top-p or min-p drop a token.
 
     The softmax of a row is the distribution its token is drawn from. Rows of temperature 0 are as with temperature 1.
     """
     scaled = _scale(logits, _finite_max(logits), inputs)
+    passes_min_p = scaled >= jnp.log(inputs.min_p)[:, None]
+    if demand is not Demand.ANYTHING:
+        return jnp.where(passes_min_p, scaled, -jnp.inf)
     ranked = (inputs.temperature > 0) & ((inputs.top_k > 0) | (inputs.top_p < 1))
     # Ranking the vocabulary costs more than the rest together, so it is done only in steps where a row needs it.
     kept = jax.lax.cond(
@@ -239,8 +275,7 @@ def filter_logits(logits: Float[Array, "N V"], inputs: SamplingInputs) -> Float[
         lambda: _is_leading(logits, inputs, ranked=ranked),
         lambda: jnp.ones_like(logits, jnp.bool),
     )
-    kept &= scaled >= jnp.log(inputs.min_p)[:, None]
-    return jnp.where(kept, scaled, -jnp.inf)
+    return jnp.where(kept & passes_min_p, scaled, -jnp.inf)
 
 
 def samplable(logits: Float[Array, "*lead V"], *, num_valid_tokens: int) -> Bool[Array, "*lead"]:
@@ -279,16 +314,15 @@ def token_logprobs(
     )
 
 
-def _mask(
-    logits: Float[Array, "N V"],
-    inputs: SamplingInputs,
-    position: Int[Array, "N"],
-    num_valid_tokens: int | Int[Array, ""],
-) -> Float[Array, "N V"]:
-    """Return the logits with -inf at ids without text and at ids that are banned at this position."""
-    rows, vocab = logits.shape
+def _mask_padding(logits: Float[Array, "N V"], num_valid_tokens: int | Int[Array, ""]) -> Float[Array, "N V"]:
+    """Return the logits with -inf at ids without text."""
     ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
-    logits = jnp.where(ids < num_valid_tokens, _one_zero(logits), -jnp.inf)
+    return jnp.where(ids < num_valid_tokens, _one_zero(logits), -jnp.inf)
+
+
+def _mask_banned(logits: Float[Array, "N V"], inputs: SamplingInputs, position: Int[Array, "N"]) -> Float[Array, "N V"]:
+    """Return the logits with -inf at ids that are banned at this position."""
+    rows, vocab = logits.shape
     holds = (position < inputs.banned_until)[:, None] & (inputs.banned >= 0)
     column = jnp.where(holds, inputs.banned, vocab)  # out of range, so dropped; -1 would mean the last id
     if column.shape[1] == 0:
@@ -316,9 +350,11 @@ def _finite_max(logits: Float[Array, "*lead V"]) -> Float[Array, "*lead 1"]:
     return jnp.where(jnp.isfinite(top), top, 0.0)
 
 
-def _draw(allowed: Float[Array, "N V"], inputs: SamplingInputs, position: Int[Array, "N"]) -> Int[Array, "N"]:
+def _draw(
+    allowed: Float[Array, "N V"], inputs: SamplingInputs, position: Int[Array, "N"], demand: Demand
+) -> Int[Array, "N"]:
     """Draw a token per row by Gumbel-max; greedy rows get some id, which the caller drops."""
-    kept = filter_logits(allowed, inputs)
+    kept = filter_logits(allowed, inputs, demand)
     noise = jax.vmap(gumbel_noise, in_axes=(0, 0, None))(inputs.seed, position, allowed.shape[-1])
     return jnp.argmax(kept + noise, axis=-1).astype(jnp.int32)
 

@@ -28,16 +28,18 @@ from gdn_jax.serving.runner.accept import count_standing
 from gdn_jax.serving.runner.adjust import LaneHistory, adjust_logits, extend_history
 from gdn_jax.serving.runner.draft import Pending, make_drafts, prefill_entries, verified_entries
 from gdn_jax.serving.runner.outputs import StepOutputs, pack
+from gdn_jax.serving.runner.packed import StepInputs
 from gdn_jax.serving.runner.pools import DeviceState
 from gdn_jax.serving.runner.sampling import (
     Adjust,
+    Demand,
     LogprobArrays,
     SampledRows,
     samplable,
     sample_tokens,
     token_logprobs,
 )
-from gdn_jax.state import AdvanceBatch, ModelState, PrefillBatch, RecurrentState
+from gdn_jax.state import ModelState, RecurrentState
 
 Params = tuple[Array, ...]  # leaves alone: a call takes a tree of modules apart leaf by leaf, in milliseconds
 
@@ -80,12 +82,13 @@ def split_model(model: LanguageModel, *, num_valid_tokens: int, num_top: int) ->
 
 @partial(jax.jit, static_argnames=("static",), donate_argnames=("state",))
 def prefill_step(
-    static: StepStatic, params: Params, state: DeviceState, batch: PrefillBatch, sampling: SampledRows
+    static: StepStatic, params: Params, state: DeviceState, inputs: StepInputs
 ) -> tuple[Int[Array, "rows words"], Float[Array, "T H"], DeviceState]:
     """Run packed spans, choose the token after each row's last one, and draft what may follow it.
 
     The final vectors of all tokens are returned too, for `prompt_scores.py`.
     """
+    batch, sampling = inputs.unpack()
     model, rows = static.model(params), batch.rows
     before = load_slots(state.model.hidden, rows.read_slot)  # read here: after the spans the pool would be copied
     hidden, after = model.decoder.prefill(batch, state.model)
@@ -121,9 +124,10 @@ def prefill_step(
 
 @partial(jax.jit, static_argnames=("static",), donate_argnames=("state",))
 def advance_step(
-    static: StepStatic, params: Params, state: DeviceState, batch: AdvanceBatch, sampling: SampledRows
+    static: StepStatic, params: Params, state: DeviceState, inputs: StepInputs
 ) -> tuple[Int[Array, "rows words"], DeviceState]:
     """Fold replay windows, run each row's pending token and its drafts, emit what stands, and draft what may follow."""
+    batch, sampling = inputs.unpack()
     model, rows = static.model(params), batch.rows
     is_new = rows.is_new(batch.token_ids.shape[1])
     window = jnp.concatenate([batch.token_ids[:, :1], gather_lanes(state.drafts, batch.lane)], axis=1)
@@ -184,14 +188,23 @@ class _Emitted:
     stored: Bool[Array, "rows boundaries"]
 
 
-def _adjuster(sampling: SampledRows, state: DeviceState, proposed: Int[Array, "rows M"]) -> Adjust:
-    """Return what adjusts the logits of a window: its place j follows the first j of the proposed tokens."""
-    places = jnp.arange(1 + proposed.shape[1])
+def _adjuster(
+    sampling: SampledRows, state: DeviceState, proposed: Int[Array, "rows M"], num_before: Int[Array, "T"] | None = None
+) -> Adjust | None:
+    """Return what adjusts the logits of a window, if anything does.
+
+    Its places follow `num_before` of the proposed tokens: 0, 1, 2, ... if not told otherwise.
+    """
+    if sampling.demand is not Demand.ANYTHING:
+        return None
+    places = jnp.arange(1 + proposed.shape[1]) if num_before is None else num_before
     return partial(adjust_logits, rows=sampling, history=state.history, after=proposed, num_after=places)
 
 
 def _extended(state: DeviceState, sampling: SampledRows, emitted: _Emitted) -> LaneHistory:
     """Return the history with what the rows emit; drafts that did not stand never become part of it."""
+    if sampling.demand is not Demand.ANYTHING:  # then no row has a history
+        return state.history
     return extend_history(state.history, sampling, emitted.drawn.tokens, emitted.num_tokens)
 
 
@@ -201,23 +214,29 @@ def _draw(
     hidden: Float[Array, "rows T H"],
     position: Int[Array, "rows T"],
     sampling: SampledRows,
-    adjust: Adjust,
+    adjust: Adjust | None,
 ) -> _Drawn:
     """Draw the token at each position from the hidden vector before it."""
     valid = static.num_valid_tokens
     logits = model.decoder.logits(hidden)
-    tokens = sample_tokens(logits, sampling.parameters(), position, num_valid_tokens=valid, adjust=adjust)
+    sound = samplable(logits, num_valid_tokens=valid)
+    tokens = sample_tokens(
+        logits,
+        sampling.parameters(),
+        position,
+        num_valid_tokens=valid,
+        adjust=adjust,
+        demand=sampling.demand,
+    )
     describe = partial(token_logprobs, logits, tokens, num_top=static.num_top, num_valid_tokens=valid)
 
     def nothing() -> LogprobArrays:
         """Return zeros in the shapes of a description, which the compiler does not compute for that."""
         return jax.tree.map(jnp.zeros_like, describe())
 
-    return _Drawn(
-        tokens=tokens,
-        logprobs=jax.lax.cond(sampling.want_logprobs(), describe, nothing),
-        sound=samplable(logits, num_valid_tokens=valid),
-    )
+    if sampling.demand is not Demand.ANYTHING:
+        return _Drawn(tokens=tokens, logprobs=nothing(), sound=sound)
+    return _Drawn(tokens=tokens, logprobs=jax.lax.cond(sampling.want_logprobs(), describe, nothing), sound=sound)
 
 
 def _draft(
@@ -241,9 +260,14 @@ def _draft(
         num_before: Int[Array, ""],
     ) -> Int[Array, "rows"]:
         """Choose as the target will, which by then has the drafts before this one in its window."""
-        places = num_before[None]
-        adjust = partial(adjust_logits, rows=sampling, history=state.history, after=drafts, num_after=places)
-        return sample_tokens(logits, parameters, position, num_valid_tokens=static.num_valid_tokens, adjust=adjust)
+        return sample_tokens(
+            logits,
+            parameters,
+            position,
+            num_valid_tokens=static.num_valid_tokens,
+            adjust=_adjuster(sampling, state, drafts, num_before[None]),
+            demand=sampling.demand,
+        )
 
     drafts, pages = make_drafts(
         model,

@@ -5,15 +5,25 @@ import pytest
 from compile.aot import Report, compile_for_h200, spec
 
 from gdn_jax.kernels.anchors import AdvanceRows
-from gdn_jax.kernels.dispatch import Implementation
-from gdn_jax.kernels.gated_delta import DeltaInputs, gdn_advance
+from gdn_jax.kernels.gated_delta import DeltaInputs
 from gdn_jax.kernels.gated_delta.cases import Heads
+from gdn_jax.kernels.gated_delta.mosaic_advance import gdn_advance
+from gdn_jax.kernels.gated_delta.tiles import AdvanceTiles
 
 pytestmark = pytest.mark.compile
 REAL = Heads(num_key=16, num_value=32, key_dim=128, value_dim=128)
 
 
-def compiled(heads: Heads, state_dtype: str, *, num_rows: int, window: int, num_slots: int, layers: int = 1) -> Report:
+def compiled(
+    heads: Heads,
+    state_dtype: str,
+    *,
+    num_rows: int,
+    window: int,
+    num_slots: int,
+    layers: int = 1,
+    tiles: AdvanceTiles | None = None,
+) -> Report:
     """Compile a chain of advances, each on a pool of its own."""
     lead, keys, values = (num_rows, window), (heads.num_key, heads.key_dim), (heads.num_value, heads.value_dim)
     gate = spec((*lead, heads.num_value), jnp.float32)
@@ -24,7 +34,7 @@ def compiled(heads: Heads, state_dtype: str, *, num_rows: int, window: int, num_
 
     def chain(q, new, replay, rows, pools):
         arguments = q, DeltaInputs(**new), DeltaInputs(**replay), AdvanceRows(**rows)
-        return [gdn_advance(*arguments, pool, implementation=Implementation.MOSAIC) for pool in pools]
+        return [gdn_advance(*arguments, pool, tiles=tiles) for pool in pools]
 
     rows = dict.fromkeys(counts, spec((num_rows,), jnp.int32))
     return compile_for_h200(chain, k, tokens, tokens, rows, [pool] * layers, donate=(4,))
@@ -38,10 +48,19 @@ def assert_in_place(report: Report, pool_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("state_dtype", ["float32", "float16", "bfloat16"])
-def test_the_pool_stays_in_place_and_registers_leave_room_for_several_programs(state_dtype: str) -> None:
-    report = compiled(REAL, state_dtype, num_rows=64, window=4, num_slots=300)
+@pytest.mark.parametrize("window", [1, 4])
+def test_the_pool_stays_in_place_and_registers_leave_room_for_four_programs(state_dtype: str, window: int) -> None:
+    report = compiled(REAL, state_dtype, num_rows=64, window=window, num_slots=300)
     assert_in_place(report, 300 * 32 * 128 * 128 * jnp.dtype(state_dtype).itemsize)
-    assert report.registers <= 160  # 3 programs of 128 threads on a multiprocessor
+    assert report.registers <= 128
+
+
+@pytest.mark.parametrize("state_dtype", ["float32", "float16"])
+@pytest.mark.parametrize("value_rows", [32, 64])
+def test_every_tiling_compiles_in_place(value_rows: int, state_dtype: str) -> None:
+    tiles = AdvanceTiles(value_rows=value_rows)
+    report = compiled(REAL, state_dtype, num_rows=8, window=3, num_slots=17, tiles=tiles)
+    assert_in_place(report, 17 * 32 * 128 * 128 * jnp.dtype(state_dtype).itemsize)
 
 
 @pytest.mark.parametrize(

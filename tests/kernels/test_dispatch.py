@@ -14,11 +14,35 @@ from gdn_jax.kernels.dispatch import (
 HOPPER = "NVIDIA H200", "9.0"
 
 
-def test_auto_says_what_it_chose_and_for_which_device() -> None:
-    choice = choose_kernels_for("auto", *HOPPER)
-    assert choice.implementation is Implementation.JAX
-    assert "NVIDIA H200" in choice.reason
+def refuse() -> None:
+    raise UnsupportedKernelError("widths must be 64 or 128; got 96")
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [
+        (HOPPER, Implementation.MOSAIC),
+        (("NVIDIA B200", "10.0"), Implementation.JAX),
+        (("NVIDIA A100", "8.0"), Implementation.JAX),
+        (("cpu", "none"), Implementation.JAX),
+    ],
+)
+def test_auto_takes_the_kernels_of_the_device_and_says_which_device_that_is(
+    device: tuple[str, str], expected: Implementation
+) -> None:
+    choice = choose_kernels_for("auto", *device)
+    assert choice.implementation is expected
+    assert device[0] in choice.reason
     assert jax.devices()[0].device_kind in choose_kernels("auto").reason
+
+
+def test_sizes_that_the_kernels_cannot_run_are_run_by_plain_jax_or_refused_if_the_kernels_are_named() -> None:
+    choice = choose_kernels_for("auto", *HOPPER, refuse)
+    assert choice.implementation is Implementation.JAX
+    assert "widths must be 64 or 128; got 96" in choice.reason
+    with pytest.raises(UnsupportedKernelError, match="got 96"):
+        choose_kernels_for("mosaic", *HOPPER, refuse)
+    assert choose_kernels_for("jax", *HOPPER, refuse).implementation is Implementation.JAX
 
 
 @pytest.mark.parametrize("name", [name for name in KERNEL_CHOICES if name != "auto"])

@@ -34,7 +34,7 @@ from gdn_jax.kernels.gated_delta.cases import (
     make_prefill,
 )
 from gdn_jax.kernels.gated_delta.mosaic_advance import gdn_advance as mosaic_advance
-from gdn_jax.kernels.gated_delta.tiles import AdvanceTiles
+from gdn_jax.kernels.gated_delta.tiles import AdvanceTiles, advance_tiles
 
 FLOAT32, BFLOAT16 = 1e-5, 2e-2
 IN_JAX = pytest.mark.parametrize("implementation", [Implementation.REFERENCE, Implementation.JAX])
@@ -197,14 +197,64 @@ class TestAdvance:
 
 
 class TestMosaicAdvance:
-    @pytest.mark.parametrize("value_rows", [16, 32, 64])
-    def test_tiles_change_no_more_than_the_order_of_sums(self, value_rows: int) -> None:
-        args = make_advance(CASES["test/advance/heads/2x4/128x64"])
+    @pytest.mark.parametrize("state_dtype", ["float32", "float16"])
+    def test_tiles_change_no_bit(self, state_dtype: str) -> None:
+        args = make_advance(replace(CASES["test/advance/heads/2x4/128x64"], state_dtype=state_dtype))
         outputs, stored = oracle.delta_advance(args.q, args.new, args.replay, args.rows, args.pool)
-        tiles = AdvanceTiles(value_rows=value_rows)
-        tiled, pool = run_mosaic(partial(mosaic_advance, *vars(args).values(), tiles=tiles))
-        assert_close(np.asarray(tiled), outputs, FLOAT32)
-        assert_stored(np.asarray(pool), args.pool, stored, FLOAT32)
+        runs = [
+            run_mosaic(partial(mosaic_advance, *vars(args).values(), tiles=AdvanceTiles(value_rows=rows)))
+            for rows in (32, 64)
+        ]
+        for tiled, pool in runs:
+            assert_close(np.asarray(tiled), outputs, FLOAT32)
+            assert_stored(np.asarray(pool), args.pool, stored, FLOAT32 if state_dtype == "float32" else 2.0**-10)
+        for one, other in zip(*runs, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+    def test_tiles_of_other_sizes_are_refused(self) -> None:
+        with pytest.raises(ValueError, match="a tile must have 32 or 64 rows, 8 or 16 for each warp; got 16"):
+            AdvanceTiles(value_rows=16)
+
+    @pytest.mark.parametrize(
+        ("num_states", "window", "state_dtype", "expected"),
+        [(32, 4, "float32", 32), (256, 4, "float32", 64), (2048, 1, "float32", 32), (2048, 1, "float16", 64)],
+    )
+    def test_small_batches_and_light_work_get_more_and_smaller_programs(
+        self, num_states: int, window: int, state_dtype: str, expected: int
+    ) -> None:
+        assert advance_tiles(num_states, 128, window, jnp.dtype(state_dtype)).value_rows == expected
+
+    def test_a_token_has_the_same_bits_wherever_it_stands_in_a_window(self) -> None:
+        args = make_advance(
+            replace(CASES["test/advance/verify"], heads=Heads(num_key=1, num_value=1, key_dim=64, value_dim=64))
+        )
+        row = int(np.argmax((np.asarray(args.rows.num_new) == 4) & (np.asarray(args.rows.read_slot) > 0)))
+        tokens, queries = jax.tree.map(lambda x: x[row : row + 1], (args.new, args.q))
+        start = args.pool[args.rows.read_slot[row]]
+
+        def step(state: jax.Array, old: slice, fresh: slice) -> tuple[np.ndarray, jax.Array]:
+            """Replay some tokens from a state and run others; returns outputs and the state after the replay."""
+
+            def window(cut: slice, x: jax.Array) -> jax.Array:
+                return jnp.full_like(x, jnp.nan).at[:, : cut.stop - cut.start].set(x[:, cut])
+
+            old_tokens, new_tokens = (jax.tree.map(partial(window, cut), tokens) for cut in (old, fresh))
+            counts = {"read_slot": 1, "write_slot": 2, "save_slot": 0, "save_at": 0, "folded": 0}
+            counts |= {"num_replay": old.stop - old.start, "num_new": fresh.stop - fresh.start}
+            rows = AdvanceRows(**{name: jnp.asarray([value], jnp.int32) for name, value in counts.items()})
+            pool = jnp.zeros((3, *state.shape)).at[1].set(state)
+            step = partial(mosaic_advance, window(fresh, queries), new_tokens, old_tokens, rows, pool)
+            outputs, pool = run_mosaic(step)
+            return np.asarray(outputs)[0, : fresh.stop - fresh.start], pool[2]
+
+        outputs, _ = step(start, slice(0, 0), slice(0, 4))
+        state = start
+        for place in range(4):
+            rest, _ = step(start, slice(0, place), slice(place, 4))
+            assert rest.tobytes() == outputs[place:].tobytes()
+            _, at_once = step(start, slice(0, place + 1), slice(0, 0))
+            _, state = step(state, slice(place, place + 1), slice(0, 0))
+            assert np.asarray(at_once).tobytes() == np.asarray(state).tobytes()
 
     @pytest.mark.skipif(ON_GPU, reason="only the interpreter finds races")
     @pytest.mark.parametrize(("first", "second"), [("write_slot", "write_slot"), ("write_slot", "save_slot")])

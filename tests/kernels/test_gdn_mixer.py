@@ -74,7 +74,7 @@ def draw(
     return (
         MixerTokens(raw=tokens(channels), a=tokens(num_value), b=tokens(num_value), z=tokens(num_value, width)),
         MixerWeights(
-            conv=normal(channels, taps),
+            taps=normal(taps, channels),
             a_log=normal(num_value, as_dtype="float32"),
             dt_bias=normal(num_value, as_dtype="float32"),
             norm=normal(width, as_dtype="float32"),

@@ -45,9 +45,15 @@ def small_model(dtype: str = "float32") -> LanguageModel:
     return dummy_weights(abstract_model(small_config(), dtype=jnp.dtype(dtype), implementation=Implementation.JAX))
 
 
-def make_runner(model: LanguageModel | None = None, *, sizes: PoolSizes = SIZES, buckets: Buckets = BUCKETS) -> Runner:
+def make_runner(
+    model: LanguageModel | None = None,
+    *,
+    sizes: PoolSizes = SIZES,
+    buckets: Buckets = BUCKETS,
+    steps_by_demand: bool | None = None,
+) -> Runner:
     """A runner on pools full of NaN."""
-    runner = Runner(model or small_model(), sizes, buckets, num_valid_tokens=NUM_VALID)
+    runner = Runner(model or small_model(), sizes, buckets, num_valid_tokens=NUM_VALID, steps_by_demand=steps_by_demand)
     poison_all(runner)
     return runner
 

@@ -1,6 +1,7 @@
 """An engine on Mosaic kernels answers as one on plain JAX: interpreted on a CPU, compiled on a Hopper GPU."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -56,10 +57,13 @@ def test_mosaic_kernels_give_the_tokens_and_hits_of_plain_jax(
     drafts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SIZES))
+
     # On a CPU the engine refuses Mosaic kernels; here they are interpreted.
-    monkeypatch.setattr(
-        startup, "choose_kernels", lambda name: KernelChoice(implementation=Implementation(name), reason="a test")
-    )
+    def choose(name: str, check: Callable[[], None]) -> KernelChoice:
+        check()
+        return KernelChoice(implementation=Implementation(name), reason="a test")
+
+    monkeypatch.setattr(startup, "choose_kernels", choose)
     tokens, hits = two_turns(tmp_path, "jax", drafts)
     assert hits == [0, 64]
     assert run_mosaic(lambda: two_turns(tmp_path, "mosaic", drafts)) == (tokens, hits)

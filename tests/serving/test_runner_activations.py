@@ -22,6 +22,7 @@ from gdn_jax.serving.runner.buckets import Buckets
 from gdn_jax.serving.runner.inputs import BlockTables, build_advance, build_prefill, padded_lanes
 from gdn_jax.serving.runner.lanes import LaneSampling
 from gdn_jax.serving.runner.memory import MemoryRequest, activation_bytes
+from gdn_jax.serving.runner.packed import pack_inputs
 from gdn_jax.serving.runner.pools import PoolSizes, make_device_state
 from gdn_jax.serving.runner.prompt_scores import score_prompts
 from gdn_jax.serving.runner.steps import StepStatic, advance_step, prefill_step
@@ -58,7 +59,7 @@ def assigned(config: ModelConfig, *, num_tokens: int = 0, num_rows: int, window:
     else:
         step, batch = advance_step, build_advance([], tables, shape, window=window)
     # Leaves alone, as lowering puts descriptions in an argument's place, and those fail the check of annotations.
-    leaves, structure = jax.tree.flatten((tuple(params), state, batch, sampling))
+    leaves, structure = jax.tree.flatten((tuple(params), state, pack_inputs(batch, sampling)))
     first = len(params)
     of_state = range(first, first + len(jax.tree.leaves(state)))
 

@@ -75,7 +75,7 @@ def test_the_mtp_head_takes_memory_only_where_it_drafts(
         parts = start(folder, speculative_tokens=number)
     assert MODEL.num_mtp_layers == 1
     assert parts.model_config.num_mtp_layers == (1 if number else 0)
-    assert len(parts.engine._runner._params) == (70 if number else 55)
+    assert len(parts.engine._runner._params) == (52 if number else 40)
     pages = 2 if number else 1  # of the one attention layer, and of the head
     assert parts.memory.block_bytes == 64 * 2 * 2 * 32 * 4 * pages  # keys and values, float32
     said = "the MTP head drafts 2 tokens a step" if number else "speculation: off; the MTP head is left out"
