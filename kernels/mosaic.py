@@ -68,8 +68,9 @@ class RowsOverLanes:
 
     Attributes:
         num_rows: rows, a multiple of 32.
-        lanes: that share a row, 4 or 8. With fewer, sums over columns take fewer exchanges, but a row that all rows are
-            multiplied with takes more registers.
+        lanes: that share a row, 4 or 8, or 16 if numbers have 16 bits. With fewer, sums over columns take fewer
+            exchanges, but a row that all rows are multiplied with takes more registers. With 16 they write 64 columns
+            of rows that are not swizzled without bank conflicts, too.
         dtype: of the numbers in shared memory.
     """
 

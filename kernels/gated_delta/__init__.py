@@ -6,14 +6,12 @@ Per value head h, with key head h // (Nv / Nk), state S [dk, dv] in float32 (sto
 
 q and k arrive l2-normalised, q scaled (`delta_inputs` makes them); g is the log decay, at most 0.
 `reference.py` runs this token by token and defines the meaning; `chunked.py` is the plain-JAX version;
-`mosaic_advance.py` and `mosaic_prefill.py` are advance and prefill as Pallas kernels for Hopper GPUs, which have tiles
-of their own in `tiles.py`.
+`mosaic_advance.py` is the advance as a Pallas kernel for Hopper GPUs, which has tiles of its own in `tiles.py`.
 """
 
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from gdn_jax.kernels.anchors import AdvanceRows, PrefillRows
@@ -23,24 +21,10 @@ from gdn_jax.kernels.gated_delta.inputs import DeltaInputs, delta_inputs
 
 __all__ = ["DeltaInputs", "delta_inputs", "gdn_advance", "gdn_forward", "gdn_prefill"]
 
-_on_tensor_cores = imported_when_called("gdn_jax.kernels.gated_delta.mosaic_prefill", "gdn_prefill")
-
-
-def _mosaic_prefill(
-    q: Float[Array, "T Nk dk"],
-    inputs: DeltaInputs,
-    rows: PrefillRows,
-    pool: Float[Array, "slots Nv dv dk"],
-) -> tuple[Float[Array, "T Nv dv"], Float[Array, "slots Nv dv dk"]]:
-    """Run 16-bit operands on tensor cores, which multiply no IEEE float32: that runs in plain JAX."""
-    run = chunked.gdn_prefill if inputs.v.dtype == jnp.float32 else _on_tensor_cores
-    return run(q, inputs, rows, pool)
-
-
 _PREFILL = {
     Implementation.REFERENCE: reference.gdn_prefill,
     Implementation.JAX: chunked.gdn_prefill,
-    Implementation.MOSAIC: _mosaic_prefill,
+    Implementation.MOSAIC: chunked.gdn_prefill,  # not `mosaic_prefill.py`, until it is measured on a card
 }
 _ADVANCE = {
     Implementation.REFERENCE: reference.gdn_advance,

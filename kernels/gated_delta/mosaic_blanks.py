@@ -29,7 +29,7 @@ def fill_gaps(rows: dict[str, Any], out: Any, zeros: Any) -> None:
             return nothing
 
         def fill_token(token: Array, nothing: None) -> None:
-            plgpu.copy_smem_to_gmem(zeros.at[0], out.at[token])
+            plgpu.copy_smem_to_gmem(zeros.at[pl.ds(0, 1)], out.at[pl.ds(token, 1)])
             return nothing
 
         lax.fori_loop(0, whole, fill_tokens, None)

@@ -23,11 +23,12 @@ from gdn_jax.kernels.anchors import NULL_SLOT
 from gdn_jax.kernels.gated_delta.mosaic_chunks import BETA, IN, OUT
 from gdn_jax.kernels.gated_delta.mosaic_cuts import ROWS, is_cut
 from gdn_jax.kernels.gated_delta.tiles import COLUMNS
-from gdn_jax.kernels.mosaic import add_product, everywhere, over_rows
+from gdn_jax.kernels.mosaic import RowsOverLanes, add_product, everywhere, over_rows
 from gdn_jax.kernels.numerics import CHUNK
 
 _MATRIX = plgpu.Layout.WGMMA
 _TRANSPOSED = plgpu.Layout.WGMMA_TRANSPOSED
+_TOKENS = RowsOverLanes(CHUNK, 16, jnp.float16).matrix  # a token's columns side by side, whichever the 16-bit dtype
 _SHAPE = (COLUMNS, CHUNK)
 
 
@@ -87,11 +88,11 @@ class Ring:
 
 @dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """Where a warpgroup's outputs go, and the two tiles through which they go there."""
+    """Where a warpgroup's outputs go, and the tile through which they go there, in two shapes of one memory."""
 
     out: Any  # [T, Nv, dv] in global memory
-    whole: Any  # [CHUNK, COLUMNS], swizzled
-    edge: Any  # fewer tokens of a cut chunk, not swizzled
+    swizzled: Any  # [CHUNK, COLUMNS], as tensor cores leave it, to be copied whole
+    plain: Any  # the same, token after token, to be copied so
 
 
 def run_chunks(
@@ -231,26 +232,23 @@ def _store_output(
     first, end = span.places(index)
     token, out = span.token + index * CHUNK, outputs.out
     cut, there = is_cut(token, first, end), pl.ds(pl.multiple_of(token, ROWS), CHUNK)
-    output = plgpu.layout_cast(output, _TRANSPOSED)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what was stored last is to have left the tiles
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what was stored last is to have left the tile
+    outputs.swizzled.transpose((1, 0))[...] = plgpu.layout_cast(output, _TRANSPOSED)
 
     @pl.when(~cut)
     def _() -> None:
-        outputs.whole.transpose((1, 0))[...] = output
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(outputs.whole, out.at[there, columns.head, columns.there])
+        plgpu.copy_smem_to_gmem(outputs.swizzled, out.at[there, columns.head, columns.there])
 
     @pl.when(cut)
     def _() -> None:
-        for begin in range(0, CHUNK, outputs.edge.shape[0]):
-            outputs.edge.transpose((1, 0))[...] = output[:, begin : begin + outputs.edge.shape[0]]
-            plgpu.commit_smem()
+        # Only a swizzled tile takes O^T as O without conflicts; only a plain one can be copied from any token on.
+        outputs.plain[...] = plgpu.load(outputs.swizzled, layout=_TOKENS)
+        plgpu.commit_smem()
 
-            def store_token(place: Array, nothing: None, begin: int = begin) -> None:
-                to = out.at[token + place, columns.head, columns.there]
-                plgpu.copy_smem_to_gmem(outputs.edge.at[place - begin], to)
-                return nothing
+        def store_token(place: Array, nothing: None) -> None:
+            to = out.at[pl.ds(token + place, 1), columns.head, columns.there]
+            plgpu.copy_smem_to_gmem(outputs.plain.at[pl.ds(place, 1)], to)
+            return nothing
 
-            last = jnp.minimum(end, begin + outputs.edge.shape[0])
-            lax.fori_loop(jnp.maximum(first, begin), last, store_token, None)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the next tokens take the same place
+        lax.fori_loop(first, end, store_token, None)

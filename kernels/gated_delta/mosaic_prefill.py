@@ -6,6 +6,9 @@ through each row. A chunk's numbers follow from the row's own tokens alone, neve
 neighbours.
 """
 
+from functools import partial
+
+import jax
 from jaxtyping import Array, Float
 
 from gdn_jax.kernels.anchors import PrefillRows
@@ -17,6 +20,7 @@ from gdn_jax.kernels.gated_delta.mosaic_states import run_rows
 from gdn_jax.kernels.gated_delta.tiles import PrefillTiles, check_operands, check_prefill, prefill_tiles
 
 
+@partial(jax.jit, static_argnames=("tiles", "interpret"))
 def gdn_prefill(
     q: Float[Array, "T Nk dk"],
     inputs: DeltaInputs,

@@ -26,7 +26,6 @@ from gdn_jax.kernels.mosaic import swizzled
 from gdn_jax.kernels.numerics import CHUNK
 
 _COPIES = 6  # of a stage: k, q, v, T, P, gates
-_EDGE = 16  # tokens of a cut chunk that are stored together
 
 
 def run_rows(
@@ -58,6 +57,7 @@ def run_rows(
     columns, stages, dtype = COLUMNS * tiles.warpgroups, tiles.stages, tokens["v"].dtype
     matrix = plgpu.SMEM((stages, CHUNK, CHUNK), dtype, transforms=swizzled(dtype))
     keys = plgpu.SMEM((stages, CHUNK, key_dim), dtype, transforms=swizzled(dtype))
+    outputs = (tiles.warpgroups, CHUNK, COLUMNS)
     states = jax.new_ref(pool)
     out = plgpu.kernel(
         _make_body(num_heads // num_key, tiles, interpret=interpret),
@@ -74,8 +74,7 @@ def run_rows(
             },
             "here": plgpu.Barrier(num_arrivals=_COPIES, num_barriers=stages),
             "free": plgpu.Barrier(num_arrivals=tiles.warpgroups, num_barriers=stages),
-            "whole": plgpu.SMEM((tiles.warpgroups, CHUNK, COLUMNS), dtype, transforms=swizzled(dtype)),
-            "edge": plgpu.SMEM((tiles.warpgroups, _EDGE, COLUMNS), dtype),
+            "outputs": plgpu.RefUnion(plgpu.SMEM(outputs, dtype, transforms=swizzled(dtype)), plgpu.SMEM(outputs, dtype)),
         },
         grid=(rows.offset.shape[0] + 1, num_heads, value_dim // columns),
         grid_names=("row", "head", "part"),
@@ -100,8 +99,7 @@ def _make_body(group: int, tiles: PrefillTiles, *, interpret: bool) -> Any:
         stage: dict[str, Any],
         here: Any,
         free: Any,
-        whole: Any,
-        edge: Any,
+        outputs: Any,
     ) -> None:
         row, head, part, warpgroup = (lax.axis_index(name) for name in ("row", "head", "part", "warpgroup"))
         num_rows, loads = rows["offset"].shape[0], warpgroup == tiles.warpgroups
@@ -111,7 +109,7 @@ def _make_body(group: int, tiles: PrefillTiles, *, interpret: bool) -> Any:
 
         @pl.when((row == num_rows) & ~loads)
         def _() -> None:
-            fill_gaps(rows, out.at[:, head, columns.there], edge.at[warpgroup])
+            fill_gaps(rows, out.at[:, head, columns.there], outputs[1].at[warpgroup])
 
         @pl.when(row < num_rows)
         def _() -> None:
@@ -129,8 +127,9 @@ def _make_body(group: int, tiles: PrefillTiles, *, interpret: bool) -> Any:
                 def _() -> None:
                     if tiles.warpgroups > 1:
                         plgpu.set_max_registers(tiles.chain_registers, action="increase")
-                    outputs = Outputs(out=out, whole=whole.at[warpgroup], edge=edge.at[warpgroup])
-                    run_chunks(span, columns, ring, rows, pool, outputs, interpret=interpret)
+                    swizzled_tile, plain_tile = (tile.at[warpgroup] for tile in outputs)
+                    to = Outputs(out=out, swizzled=swizzled_tile, plain=plain_tile)
+                    run_chunks(span, columns, ring, rows, pool, to, interpret=interpret)
 
     return gdn_prefill_states_body
 

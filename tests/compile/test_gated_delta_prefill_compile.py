@@ -5,9 +5,9 @@ import pytest
 from compile.aot import Report, compile_for_h200, spec
 
 from gdn_jax.kernels.anchors import PrefillRows
-from gdn_jax.kernels.dispatch import Implementation
-from gdn_jax.kernels.gated_delta import DeltaInputs, gdn_prefill
+from gdn_jax.kernels.gated_delta import DeltaInputs
 from gdn_jax.kernels.gated_delta.cases import Heads
+from gdn_jax.kernels.gated_delta.mosaic_prefill import gdn_prefill
 
 pytestmark = pytest.mark.compile
 REAL = Heads(num_key=16, num_value=32, key_dim=128, value_dim=128)
@@ -25,7 +25,7 @@ def compiled(
 
     def run(q, inputs, rows, exports, pool):
         rows = PrefillRows(**rows, export_slot=exports)
-        return gdn_prefill(q, DeltaInputs(**inputs), rows, pool, implementation=Implementation.MOSAIC)
+        return gdn_prefill(q, DeltaInputs(**inputs), rows, pool)
 
     inputs = {"k": k, "v": v, "g": gate, "beta": gate}
     return compile_for_h200(run, k, inputs, rows, spec((num_rows, 8), jnp.int32), pool, donate=(4,))

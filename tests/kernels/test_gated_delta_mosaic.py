@@ -16,8 +16,7 @@ from mosaic_runs import ON_GPU, run_mosaic
 from oracles import kernel_float64 as oracle
 from oracles.delta_checks import assert_close, assert_stored, with_rows
 
-from gdn_jax.kernels.dispatch import Implementation, UnsupportedKernelError
-from gdn_jax.kernels.gated_delta import gdn_prefill
+from gdn_jax.kernels.dispatch import UnsupportedKernelError
 from gdn_jax.kernels.gated_delta.cases import (
     CASES,
     PREFILL_TESTS,
@@ -201,18 +200,9 @@ def test_operands_of_different_dtypes_and_sizes_that_it_cannot_run_are_refused()
     mixed = replace(args, q=args.q.astype(jnp.float16))
     wide = make_prefill(narrow("one-row", heads=replace(NARROW, key_dim=96), dtype="bfloat16"))
     for case, rule in (
+        (make_prefill(narrow("one-row", dtype="float32")), "must all be bfloat16 or all float16"),
         (mixed, "must all be bfloat16 or all float16"),
         (wide, "widths of keys and values must be 64 or 128"),
     ):
         with pytest.raises(UnsupportedKernelError, match=rule):
-            gdn_prefill(case.q, case.inputs, case.rows, case.pool, implementation=Implementation.MOSAIC)
-
-
-def test_float32_operands_run_in_plain_jax() -> None:
-    args = make_prefill(CASES["test/misaligned"])
-    runs = [
-        gdn_prefill(args.q, args.inputs, args.rows, args.pool, implementation=which)
-        for which in (Implementation.MOSAIC, Implementation.JAX)
-    ]
-    for got, want in zip(*runs, strict=True):
-        assert np.asarray(got).tobytes() == np.asarray(want).tobytes()
+            mosaic_prefill(case.q, case.inputs, case.rows, case.pool)
