@@ -45,6 +45,8 @@ class GatedDeltaNet(nnx.Module):
         self.num_key_heads = config.num_linear_key_heads
         self.key_dim = config.linear_key_dim
         self.num_value_heads = num_v
+        self.value_dim = config.linear_value_dim
+        self.num_channels = config.conv_channels
         self.eps = config.rms_norm_eps
         self.implementation = implementation
         self.in_proj_qkv = Linear(hidden, config.conv_channels, dtype=dtype, rngs=rngs)
@@ -67,7 +69,8 @@ class GatedDeltaNet(nnx.Module):
         """Hold the four input projections as one matrix, and the taps as decode reads them: see `joined.py`."""
         self.taps = nnx.Param(self.conv_weight[...].T)
         del self.conv_weight
-        self.joined = JoinedLinear((self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a))
+        parts = self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a
+        self.joined = JoinedLinear(parts, multiple_of=self.value_dim)
         del self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a
 
     def prefill(
@@ -111,10 +114,14 @@ class GatedDeltaNet(nnx.Module):
     def _project(self, x: Float[Array, "*tokens H"]) -> MixerTokens:
         """Return the input projections of each token."""
         if self.joined is None:
-            raw, z, b, a = self.in_proj_qkv(x), self.in_proj_z(x), self.in_proj_b(x), self.in_proj_a(x)
-        else:
-            raw, z, b, a = self.joined(x)
-        return MixerTokens(raw=raw, a=a, b=b, z=z.reshape(*x.shape[:-1], self.num_value_heads, -1))
+            z = self.in_proj_z(x).reshape(*x.shape[:-1], self.num_value_heads, self.value_dim)
+            return MixerTokens.of(self.in_proj_qkv(x), z, self.in_proj_b(x), self.in_proj_a(x))
+        return MixerTokens(
+            packed=self.joined.product(x),
+            num_channels=self.num_channels,
+            num_heads=self.num_value_heads,
+            width=self.value_dim,
+        )
 
     def _delta_inputs(
         self, mixed: Float[Array, "*tokens C"], tokens: MixerTokens

@@ -44,19 +44,26 @@ class Linear(nnx.Module):
 class JoinedLinear(nnx.Module):
     """Several linear layers of one input as one matrix `weight` `[sum of outs, in]`, so that one product makes all."""
 
-    def __init__(self, parts: Sequence[Linear]) -> None:
+    def __init__(self, parts: Sequence[Linear], *, multiple_of: int = 1) -> None:
         """Put the rows of the parts one after the other.
 
         Args:
             parts: layers of one input width and dtype.
+            multiple_of: rows of zeros are added until there are a multiple of so many.
         """
         weights = [part.weight[...] for part in parts]
-        self.ends = tuple(int(end) for end in np.cumsum([weight.shape[0] for weight in weights])[:-1])
-        self.weight = nnx.Param(jnp.concatenate(weights))
+        ends = np.cumsum([weight.shape[0] for weight in weights])
+        self.ends = tuple(int(end) for end in ends)
+        padding = jnp.zeros((int(-ends[-1] % multiple_of), weights[0].shape[1]), weights[0].dtype)
+        self.weight = nnx.Param(jnp.concatenate([*weights, padding]))
 
     def __call__(self, x: Float[Array, "*tokens in"]) -> list[Float[Array, "*tokens out"]]:
         """Return the product of each part, in x's dtype."""
-        return jnp.split(project(x, self.weight[...]), self.ends, axis=-1)
+        return jnp.split(self.product(x), self.ends, axis=-1)[: len(self.ends)]
+
+    def product(self, x: Float[Array, "*tokens in"]) -> Float[Array, "*tokens outs"]:
+        """Return the products of all parts side by side, and zeros where rows were added, in x's dtype."""
+        return project(x, self.weight[...])
 
 
 class Embedding(nnx.Module):

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import jax
 import pytest
@@ -36,6 +37,15 @@ def bounded_mappings() -> Iterator[None]:
     mappings = Path("/proc/self/maps")
     if mappings.is_file() and mappings.read_bytes().count(b"\n") > MOST_MAPPINGS:  # no such file, no such limit
         jax.clear_caches()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def steps_compiled_in_turn() -> Iterator[None]:
+    """Compile no steps ahead: that puts descriptions in the place of arrays, which fail the check of annotations."""
+    from gdn_jax.serving.runner import warm_up
+
+    with patch.object(warm_up, "_MOST_THREADS", 1):
+        yield
 
 
 @pytest.fixture(scope="session")

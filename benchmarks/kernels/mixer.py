@@ -67,12 +67,8 @@ def draw(case: AdvanceCase, num_slots: int) -> tuple[MixerTokens, MixerWeights, 
         return jax.random.normal(next(keys), shape, dtype)
 
     gate = partial(normal, heads.num_value, dtype="float32")
-    tokens = MixerTokens(
-        raw=normal(*lead, channels),
-        a=normal(*lead, heads.num_value),
-        b=normal(*lead, heads.num_value),
-        z=normal(*lead, heads.num_value, heads.value_dim),
-    )
+    gates = (normal(*lead, heads.num_value) for _ in range(2))
+    tokens = MixerTokens.of(normal(*lead, channels), normal(*lead, heads.num_value, heads.value_dim), *gates)
     weights = MixerWeights(
         taps=normal(_TAPS, channels), a_log=gate(), dt_bias=gate(), norm=normal(heads.value_dim, dtype="float32")
     )

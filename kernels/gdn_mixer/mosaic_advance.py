@@ -48,10 +48,9 @@ def gdn_mixer_advance(
     num_key, key_dim = state.replay.delta.k.shape[2:]
     num_value, value_dim = state.recurrent.shape[1:3]
     check_mixer(num_key, num_value, key_dim, value_dim, state.recurrent.dtype)
-    if tokens.a.shape[1] > state.replay.conv.shape[1]:
-        raise ValueError(
-            f"a replay window must hold all new tokens; got {tokens.a.shape[1]} for one of {state.replay.conv.shape[1]}"
-        )
+    num_new, num_replay = tokens.packed.shape[1], state.replay.conv.shape[1]
+    if num_new > num_replay:
+        raise ValueError(f"a replay window must hold all new tokens; got {num_new} for one of {num_replay}")
     q, new, replay, conv, kept = advance_inputs(tokens, weights, rows, lane, state)
     out, recurrent = gdn_advance(q, new, replay, rows, state.recurrent)
     mixed = gated_rms_norm(out, tokens.z, weights.norm, eps=eps)
@@ -69,13 +68,14 @@ def advance_inputs(
         Queries and inputs of the new tokens; inputs of the replay windows; convolution windows of the slots; the
         replay windows of the lanes.
     """
-    num_rows, num_new, num_value = tokens.a.shape
+    num_rows, num_new = tokens.packed.shape[:2]
+    num_value = tokens.num_heads
     num_replay, num_key, width = state.replay.delta.k.shape[1:]
     heads = 2 * num_key + num_value
     at_once = 4 if num_key % 4 == 0 and num_value % 4 == 0 else 1
 
     def by_head(array: Float[Array, "*lead C"]) -> Float[Array, "*lead heads width"]:
-        return array.reshape(*array.shape[:-1], heads, width)
+        return array.reshape(*array.shape[:-1], -1, width)
 
     def inputs_of(window: int) -> dict[str, jax.ShapeDtypeStruct]:
         lead, dtype = (num_rows, window), tokens.raw.dtype
@@ -86,13 +86,13 @@ def advance_inputs(
     kept = {"slots": by_head(state.conv), "raw": by_head(state.replay.conv), **vars(state.replay.delta)}
     refs = {name: jax.new_ref(array) for name, array in kept.items()}
     q, new, replay = plgpu.kernel(
-        _make_body(HeadsOverWarps(at_once, width), num_key // at_once),
+        _make_body(HeadsOverWarps(at_once, width), num_key // at_once, tokens.first_b),
         kernel_name="gdn_advance_inputs",
         out_type=(inputs_of(num_new)["k"], inputs_of(num_new), inputs_of(num_replay)),
         grid=(num_rows, heads // at_once),
         grid_names=("row", "part"),
     )(
-        {"raw": by_head(tokens.raw), "a": tokens.a, "b": tokens.b},
+        by_head(tokens.packed),
         {"taps": by_head(weights.taps), "a_log": weights.a_log, "dt_bias": weights.dt_bias},
         vars(rows),
         lane,
@@ -111,12 +111,15 @@ class _Gates:
     new: list[tuple[Array, Array]]
 
 
-def _make_body(layout: HeadsOverWarps, key_parts: int) -> Callable[..., None]:
-    """Return the program for parts of `layout.num_heads` heads, of which q and k have `key_parts` each."""
+def _make_body(layout: HeadsOverWarps, key_parts: int, first_b: int) -> Callable[..., None]:
+    """Return the program for parts of `layout.num_heads` heads, of which q and k have `key_parts` each.
+
+    `first_b` is the column of the packed projections in which b begins.
+    """
     at_once, shape = layout.num_heads, (layout.num_heads, layout.width)
 
     def gdn_advance_inputs_body(
-        tokens: dict[str, Any],
+        tokens: Any,
         weights: dict[str, Any],
         rows: dict[str, Any],
         lanes: Any,
@@ -127,6 +130,7 @@ def _make_body(layout: HeadsOverWarps, key_parts: int) -> Callable[..., None]:
     ) -> None:
         row, part = lax.axis_index("row"), lax.axis_index("part")
         num_new, num_replay, num_taps = q.shape[1], replay["k"].shape[1], weights["taps"].shape[0]
+        num_value = new["g"].shape[2]
         heads, lane = pl.ds(part * at_once, at_once), lanes[row]
         read_slot, write_slot, save_slot = rows["read_slot"][row], rows["write_slot"][row], rows["save_slot"][row]
         folded = jnp.clip(rows["num_replay"][row], 0, num_replay)
@@ -159,9 +163,13 @@ def _make_body(layout: HeadsOverWarps, key_parts: int) -> Callable[..., None]:
                 new["g"][row, t, head], new["beta"][row, t, head] = g, beta
                 kept["g"][lane, t, head], kept["beta"][lane, t, head] = g, beta
 
+        def column_of(t: int, column: Array) -> Array:
+            return tokens[row, t, column // layout.width, column % layout.width].astype(jnp.float32)
+
         def gates_of(head: Array) -> _Gates:
             rate, bias = -jnp.exp(weights["a_log"][head]), weights["dt_bias"][head]
-            a, b = ([tokens[name][row, t, head].astype(jnp.float32) for t in range(num_new)] for name in ("a", "b"))
+            columns = first_b + num_value + head, first_b + head
+            a, b = ([column_of(t, column) for t in range(num_new)] for column in columns)
             return _Gates(
                 replayed=[(kept["g"][lane, j, head], kept["beta"][lane, j, head]) for j in range(num_replay)],
                 new=[(rate * _softplus(a[t] + bias), _sigmoid(b[t])) for t in range(num_new)],
@@ -175,7 +183,7 @@ def _make_body(layout: HeadsOverWarps, key_parts: int) -> Callable[..., None]:
             own = [first_head + head for head in range(at_once)] if name == "v" else []
             gates = [gates_of(head) for head in own]
             taps = [layout.load(weights["taps"].at[j, heads]) for j in range(num_taps)]
-            raw = [layout.load(tokens["raw"].at[row, t, heads]) for t in range(num_new)]
+            raw = [layout.load(tokens.at[row, t, heads]) for t in range(num_new)]
             window = [history(folded + place) for place in range(num_taps - 1)]
             saved = [history(jnp.clip(save_after, 0, num_replay) + place) for place in range(num_taps - 1)]
             replayed = [layout.load(kept[name].at[lane, j, owned]) for j in range(num_replay if name != "q" else 0)]

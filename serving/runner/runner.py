@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,11 +26,12 @@ from gdn_jax.serving.runner.buckets import Buckets
 from gdn_jax.serving.runner.inputs import BlockTables, build_advance, build_prefill, padded_lanes, prefill_groups
 from gdn_jax.serving.runner.lanes import LaneSampling
 from gdn_jax.serving.runner.outputs import StepOutputs, describe_token, unpack
-from gdn_jax.serving.runner.packed import pack_inputs
+from gdn_jax.serving.runner.packed import StepInputs, pack_inputs
 from gdn_jax.serving.runner.pools import DeviceState, PoolSizes, make_device_state
 from gdn_jax.serving.runner.prompt_scores import ScoredPrompt, next_prompt_ids, prompt_logprobs, score_prompts
 from gdn_jax.serving.runner.sampling import Demand, RowSampling, SampledRows
 from gdn_jax.serving.runner.steps import advance_step, place_history, prefill_step, split_model
+from gdn_jax.serving.runner.warm_up import Progress, WarmUpCall, default_threads, run_all
 from gdn_jax.state import ModelState
 
 _LOG = logging.getLogger(__name__)
@@ -157,13 +159,13 @@ class Runner:
         scored: list[tuple[Sequence[RowPlan], Array]] = []
         prefill = [row for row in plan.rows if row.phase is Phase.PREFILL]
         for group in prefill_groups(prefill, self._buckets):
-            words, hidden = self._prefill(group, self._buckets)
+            words, hidden = self._prefill(self._prefill_inputs(group, self._buckets))
             calls.append((group, words))
             if (ids := next_prompt_ids(group, self._scored, hidden.shape[0])) is not None:
                 scored.append((group, self._score(hidden, ids)))
         advance = [row for row in plan.rows if row.phase is not Phase.PREFILL]
         if advance:
-            calls.append((advance, self._advance(advance, self._buckets)))
+            calls.append((advance, self._advance(self._advance_inputs(advance, self._buckets))))
         on_host = jax.device_get([words for _, words in [*calls, *scored]])
         results: dict[RequestId, RowResult] = {}
         for (rows, _), words in zip(calls, on_host, strict=False):
@@ -189,27 +191,31 @@ class Runner:
         history = place_history(self.device.history, np.int32(lane), row)
         self._device = replace(self.device, history=history)
 
-    def _prefill(self, rows: Sequence[RowPlan], buckets: Buckets) -> tuple[Array, Array]:
+    def _prefill(self, inputs: StepInputs) -> tuple[Array, Array]:
+        words, hidden, self._device = prefill_step(self._static, self._params, self.device, inputs)
+        return words, hidden
+
+    def _prefill_inputs(self, rows: Sequence[RowPlan], buckets: Buckets) -> StepInputs:
         batch = build_prefill(rows, self._tables, buckets, self._sizes.block_size)
         sampling = self._gather(rows, padded_lanes(rows, batch.rows.length.shape[0], self._sizes.num_lanes))
         sampling = replace(sampling, demand=Demand.ANYTHING)  # a wait in a prefill is not worth a compilation
         self._note("prefill", batch.token_ids.shape, batch.block_tables.shape)
-        words, hidden, self._device = prefill_step(
-            self._static, self._params, self.device, pack_inputs(batch, sampling)
-        )
-        return words, hidden
+        return pack_inputs(batch, sampling)
 
     def _score(self, hidden: Array, next_ids: np.ndarray) -> Array:
         self._note("scores of prompts", next_ids.shape)
         return score_prompts(self._static, self._params, hidden, next_ids)
 
-    def _advance(self, rows: Sequence[RowPlan], buckets: Buckets, least: Demand = Demand.GREEDY) -> Array:
+    def _advance(self, inputs: StepInputs) -> Array:
+        words, self._device = advance_step(self._static, self._params, self.device, inputs)
+        return words
+
+    def _advance_inputs(self, rows: Sequence[RowPlan], buckets: Buckets, least: Demand = Demand.GREEDY) -> StepInputs:
         batch = build_advance(rows, self._tables, buckets, window=self._sizes.window)
         sampling = self._gather(rows, np.asarray(batch.lane))
         sampling = replace(sampling, demand=max(sampling.demand, least))
         self._note(f"decode ({sampling.demand.name.lower()})", batch.token_ids.shape, batch.block_tables.shape)
-        words, self._device = advance_step(self._static, self._params, self.device, pack_inputs(batch, sampling))
-        return words
+        return pack_inputs(batch, sampling)
 
     def _note(self, step: str, *shapes: tuple[int, ...]) -> None:
         """Keep the shape of a call; say so if it is the first one, since compiling may take a minute."""
@@ -254,29 +260,39 @@ class Runner:
                 else tuple(describe_token(outputs, index, place, num_top) for place in range(len(emitted))),
             )
 
-    def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
+    def warm_up(self, progress: Progress | None = None, *, num_threads: int | None = None) -> None:
         """Compile every step this engine can be asked for, by running each on padding alone, which changes nothing.
 
         Args:
             progress: called with (steps compiled, steps in all).
+            num_threads: that compile; by default as `default_threads` says.
         """
-        began, calls = time.monotonic(), list(self._every_call())
-        self._place_history(self._sizes.num_lanes, (), ())  # on the padding lane, which nobody reads
+        began = time.monotonic()
         self._is_warming_up = True
-        for done, call in enumerate(calls, 1):
-            call()
-            if progress is not None:
-                progress(done, len(calls))
+        calls = list(self._every_call())
+        self._place_history(self._sizes.num_lanes, (), ())  # on the padding lane, which nobody reads
+        run_all(calls, progress, num_threads=default_threads() if num_threads is None else num_threads)
         self._is_warming_up = False
         jax.block_until_ready(self._device)
         _LOG.info("compiled %d steps in %.1f s", len(calls), time.monotonic() - began)
 
-    def _every_call(self) -> Iterator[Callable[[], object]]:
+    def _every_call(self) -> Iterator[WarmUpCall]:
         for shape in self._buckets.prefill_shapes():
-            yield partial(self._prefill, [], shape)
+            yield self._warm_up_call(prefill_step, self._prefill, self._prefill_inputs([], shape))
         for num_tokens in sorted({num_tokens for num_tokens, _ in self._buckets.prefill}):
-            hidden = jnp.zeros((num_tokens, self._config.hidden_size), self._dtype)
-            yield partial(self._score, hidden, np.full((num_tokens,), -1, np.int32))
+            arguments = (
+                jnp.zeros((num_tokens, self._config.hidden_size), self._dtype),
+                np.full((num_tokens,), -1, np.int32),
+            )
+            yield WarmUpCall(
+                lower=partial(score_prompts.lower, self._static, self._params, *arguments),
+                run=partial(self._score, *arguments),
+            )
         for shape in self._buckets.advance_shapes():
             for demand in self._demands:
-                yield partial(self._advance, [], shape, demand)
+                yield self._warm_up_call(advance_step, self._advance, self._advance_inputs([], shape, demand))
+
+    def _warm_up_call(self, step: Any, run: Callable[[StepInputs], object], inputs: StepInputs) -> WarmUpCall:
+        return WarmUpCall(
+            lower=lambda: step.lower(self._static, self._params, self.device, inputs), run=partial(run, inputs)
+        )

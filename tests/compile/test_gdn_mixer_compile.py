@@ -20,12 +20,8 @@ def test_state_stays_in_place_and_nothing_spills(num_rows: int, window: int, hea
     num_key, num_value, width = heads
     channels, lead, lanes = (2 * num_key + num_value) * width, (num_rows, window), (LANES, window)
     gate = spec((*lanes, num_value), jnp.float32)
-    tokens = {
-        "raw": spec((*lead, channels), jnp.bfloat16),
-        "a": spec((*lead, num_value), jnp.bfloat16),
-        "b": spec((*lead, num_value), jnp.bfloat16),
-        "z": spec((*lead, num_value, width), jnp.bfloat16),
-    }
+    columns = channels + num_value * width + 2 * num_value
+    tokens = spec((*lead, -(-columns // width) * width), jnp.bfloat16)
     weights = {
         "taps": spec((TAPS, channels), jnp.bfloat16),
         "a_log": spec((num_value,), jnp.float32),
@@ -47,7 +43,7 @@ def test_state_stays_in_place_and_nothing_spills(num_rows: int, window: int, hea
         pools = {name: state[name] for name in ("recurrent", "conv")}
         delta = DeltaInputs(**{name: state[name] for name in ("k", "v", "g", "beta")})
         out, after = gdn_mixer_advance(
-            MixerTokens(**tokens),
+            MixerTokens(packed=tokens, num_channels=channels, num_heads=num_value, width=width),
             MixerWeights(**weights),
             AdvanceRows(**rows),
             lane,

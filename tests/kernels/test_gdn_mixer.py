@@ -72,7 +72,7 @@ def draw(
         replay=ReplayWindow(conv=normal(LANES, replay, channels), delta=delta),
     )
     return (
-        MixerTokens(raw=tokens(channels), a=tokens(num_value), b=tokens(num_value), z=tokens(num_value, width)),
+        MixerTokens.of(tokens(channels), tokens(num_value, width), tokens(num_value), tokens(num_value)),
         MixerWeights(
             taps=normal(taps, channels),
             a_log=normal(num_value, as_dtype="float32"),
@@ -95,7 +95,7 @@ def assert_equal(args: Arguments, got: tuple[jax.Array, RecurrentState], toleran
     """Compare with the reference: outputs of new tokens, every slot, and the kept window of every new token."""
     want = advance(args, Implementation.REFERENCE)
     rows, lane, before = args[2], np.asarray(args[3]), args[4]
-    is_new = np.asarray(rows.is_new(args[0].a.shape[1]))
+    is_new = np.asarray(rows.is_new(args[0].packed.shape[1]))
     close(got[0][is_new], want[0][is_new], tolerance)
     close(got[1].recurrent, want[1].recurrent, tolerance)
     close(got[1].conv, want[1].conv, 0.0)
@@ -143,7 +143,8 @@ class TestMixer:
         tokens, *rest = draw((3, 3, 0, 0, 62, 1, 4, 1), heads=(1, 2, 64))
         a = jnp.broadcast_to(jnp.array([-40.0, -12.0, 3.0, 60.0])[None, :, None], tokens.a.shape)
         rest[0] = replace(rest[0], dt_bias=jnp.zeros((2,)))
-        _, state = advance((replace(tokens, a=a), *rest), implementation)
+        tokens = MixerTokens.of(tokens.raw, tokens.z, tokens.b, a)
+        _, state = advance((tokens, *rest), implementation)
         rate, wide = np.exp(np.asarray(rest[0].a_log, np.float64)), np.asarray(a[0], np.float64)
         np.testing.assert_allclose(state.replay.delta.g[1], -rate * np.log1p(np.exp(wide)), rtol=1e-6)
 
