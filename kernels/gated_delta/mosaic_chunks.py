@@ -12,6 +12,7 @@ triangle, coarse part and rest apart, as in `chunk.py`.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -143,7 +144,7 @@ def _make_body(group: int, pairs: int) -> Callable[..., None]:
                 plgpu.copy_gmem_to_smem(q_cut.at[chunk, :, key_head], queries, loaded)
 
             plgpu.barrier_wait(loaded)
-            # The second head of the last pair of an odd group is the first one again, which stores the same once more.
+            # The second head of the last pair of an odd group is the first one again, of which nothing is stored.
             heads = [key_head * group + jnp.minimum(pair * PAIR + member, group - 1) for member in range(PAIR)]
             transposed = keys.transpose((1, 0))
             row, column = (plgpu.broadcasted_iota(jnp.int32, _SHAPE, axis, layout=_MATRIX) for axis in range(2))
@@ -154,7 +155,11 @@ def _make_body(group: int, pairs: int) -> Callable[..., None]:
             key_queries = product(keys, queries.transpose((1, 0)))
             substitute_forward(lower, solved)
             for member, head in enumerate(heads):
-                finish(member, head, key_queries)
+                finish_member = partial(finish, member, head, key_queries)
+                if member < (group % PAIR or PAIR):
+                    finish_member()
+                else:  # the last pair of an odd group lacks this one
+                    pl.when(pair < pairs - 1)(finish_member)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the tile, before the program ends
 
     return gdn_prefill_chunks_body

@@ -57,7 +57,7 @@ def run_rows(
     columns, stages, dtype = COLUMNS * tiles.warpgroups, tiles.stages, tokens["v"].dtype
     matrix = plgpu.SMEM((stages, CHUNK, CHUNK), dtype, transforms=swizzled(dtype))
     keys = plgpu.SMEM((stages, CHUNK, key_dim), dtype, transforms=swizzled(dtype))
-    outputs = (tiles.warpgroups, CHUNK, COLUMNS)
+    tile = plgpu.SMEM((tiles.warpgroups, CHUNK, COLUMNS), dtype, transforms=swizzled(dtype))
     states = jax.new_ref(pool)
     out = plgpu.kernel(
         _make_body(num_heads // num_key, tiles, interpret=interpret),
@@ -74,7 +74,7 @@ def run_rows(
             },
             "here": plgpu.Barrier(num_arrivals=_COPIES, num_barriers=stages),
             "free": plgpu.Barrier(num_arrivals=tiles.warpgroups, num_barriers=stages),
-            "outputs": plgpu.RefUnion(plgpu.SMEM(outputs, dtype, transforms=swizzled(dtype)), plgpu.SMEM(outputs, dtype)),
+            "outputs": plgpu.RefUnion(tile, plgpu.SMEM(tile.shape, dtype)),
         },
         grid=(rows.offset.shape[0] + 1, num_heads, value_dim // columns),
         grid_names=("row", "head", "part"),
