@@ -26,9 +26,10 @@ from gdn_jax.kernels.gated_delta.tiles import COLUMNS
 from gdn_jax.kernels.mosaic import RowsOverLanes, add_product, everywhere, over_rows
 from gdn_jax.kernels.numerics import CHUNK
 
+TOKENS = 32  # of a cut chunk, that are stored together
 _MATRIX = plgpu.Layout.WGMMA
 _TRANSPOSED = plgpu.Layout.WGMMA_TRANSPOSED
-_TOKENS = RowsOverLanes(CHUNK, 16, jnp.float16).matrix  # a token's columns side by side, whichever the 16-bit dtype
+_PLAIN = RowsOverLanes(TOKENS, 16, jnp.float16).matrix  # a token's columns side by side, whichever the 16-bit dtype
 _SHAPE = (COLUMNS, CHUNK)
 
 
@@ -88,11 +89,11 @@ class Ring:
 
 @dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """Where a warpgroup's outputs go, and the tile through which they go there, in two shapes of one memory."""
+    """Where a warpgroup's outputs go, and the two tiles through which they go there."""
 
     out: Any  # [T, Nv, dv] in global memory
     swizzled: Any  # [CHUNK, COLUMNS], as tensor cores leave it, to be copied whole
-    plain: Any  # the same, token after token, to be copied so
+    plain: Any  # [TOKENS, COLUMNS], some tokens of a cut chunk, to be copied one after the other
 
 
 def run_chunks(
@@ -243,12 +244,14 @@ def _store_output(
     @pl.when(cut)
     def _() -> None:
         # Only a swizzled tile takes O^T as O without conflicts; only a plain one can be copied from any token on.
-        outputs.plain[...] = plgpu.load(outputs.swizzled, layout=_TOKENS)
-        plgpu.commit_smem()
+        for begin in range(0, CHUNK, TOKENS):
+            outputs.plain[...] = plgpu.load(outputs.swizzled.at[pl.ds(begin, TOKENS)], layout=_PLAIN)
+            plgpu.commit_smem()
 
-        def store_token(place: Array, nothing: None) -> None:
-            to = out.at[pl.ds(token + place, 1), columns.head, columns.there]
-            plgpu.copy_smem_to_gmem(outputs.plain.at[pl.ds(place, 1)], to)
-            return nothing
+            def store_token(place: Array, nothing: None, begin: int = begin) -> None:
+                to = out.at[pl.ds(token + place, 1), columns.head, columns.there]
+                plgpu.copy_smem_to_gmem(outputs.plain.at[pl.ds(place - begin, 1)], to)
+                return nothing
 
-        lax.fori_loop(first, end, store_token, None)
+            lax.fori_loop(jnp.maximum(first, begin), jnp.minimum(end, begin + TOKENS), store_token, None)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the next tokens take the same place

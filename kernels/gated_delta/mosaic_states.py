@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 
 from gdn_jax.kernels.anchors import NULL_SLOT, PrefillRows
 from gdn_jax.kernels.gated_delta.mosaic_blanks import fill_gaps
-from gdn_jax.kernels.gated_delta.mosaic_chain import Columns, Outputs, Ring, Span, run_chunks, span_of
+from gdn_jax.kernels.gated_delta.mosaic_chain import TOKENS, Columns, Outputs, Ring, Span, run_chunks, span_of
 from gdn_jax.kernels.gated_delta.mosaic_cuts import ROWS, is_cut
 from gdn_jax.kernels.gated_delta.tiles import COLUMNS, PrefillTiles
 from gdn_jax.kernels.mosaic import swizzled
@@ -57,7 +57,6 @@ def run_rows(
     columns, stages, dtype = COLUMNS * tiles.warpgroups, tiles.stages, tokens["v"].dtype
     matrix = plgpu.SMEM((stages, CHUNK, CHUNK), dtype, transforms=swizzled(dtype))
     keys = plgpu.SMEM((stages, CHUNK, key_dim), dtype, transforms=swizzled(dtype))
-    tile = plgpu.SMEM((tiles.warpgroups, CHUNK, COLUMNS), dtype, transforms=swizzled(dtype))
     states = jax.new_ref(pool)
     out = plgpu.kernel(
         _make_body(num_heads // num_key, tiles, interpret=interpret),
@@ -74,7 +73,8 @@ def run_rows(
             },
             "here": plgpu.Barrier(num_arrivals=_COPIES, num_barriers=stages),
             "free": plgpu.Barrier(num_arrivals=tiles.warpgroups, num_barriers=stages),
-            "outputs": plgpu.RefUnion(tile, plgpu.SMEM(tile.shape, dtype)),
+            "swizzled_tiles": plgpu.SMEM((tiles.warpgroups, CHUNK, COLUMNS), dtype, transforms=swizzled(dtype)),
+            "plain_tiles": plgpu.SMEM((tiles.warpgroups, TOKENS, COLUMNS), dtype),
         },
         grid=(rows.offset.shape[0] + 1, num_heads, value_dim // columns),
         grid_names=("row", "head", "part"),
@@ -99,7 +99,8 @@ def _make_body(group: int, tiles: PrefillTiles, *, interpret: bool) -> Any:
         stage: dict[str, Any],
         here: Any,
         free: Any,
-        outputs: Any,
+        swizzled_tiles: Any,
+        plain_tiles: Any,
     ) -> None:
         row, head, part, warpgroup = (lax.axis_index(name) for name in ("row", "head", "part", "warpgroup"))
         num_rows, loads = rows["offset"].shape[0], warpgroup == tiles.warpgroups
@@ -109,7 +110,7 @@ def _make_body(group: int, tiles: PrefillTiles, *, interpret: bool) -> Any:
 
         @pl.when((row == num_rows) & ~loads)
         def _() -> None:
-            fill_gaps(rows, out.at[:, head, columns.there], outputs[1].at[warpgroup])
+            fill_gaps(rows, out.at[:, head, columns.there], plain_tiles.at[warpgroup])
 
         @pl.when(row < num_rows)
         def _() -> None:
@@ -127,9 +128,9 @@ def _make_body(group: int, tiles: PrefillTiles, *, interpret: bool) -> Any:
                 def _() -> None:
                     if tiles.warpgroups > 1:
                         plgpu.set_max_registers(tiles.chain_registers, action="increase")
-                    swizzled_tile, plain_tile = (tile.at[warpgroup] for tile in outputs)
-                    to = Outputs(out=out, swizzled=swizzled_tile, plain=plain_tile)
-                    run_chunks(span, columns, ring, rows, pool, to, interpret=interpret)
+                    swizzled_tile, plain_tile = swizzled_tiles.at[warpgroup], plain_tiles.at[warpgroup]
+                    outputs = Outputs(out=out, swizzled=swizzled_tile, plain=plain_tile)
+                    run_chunks(span, columns, ring, rows, pool, outputs, interpret=interpret)
 
     return gdn_prefill_states_body
 

@@ -11,6 +11,7 @@ from gdn_jax.kernels.gated_delta.mosaic_prefill import gdn_prefill
 
 pytestmark = pytest.mark.compile
 REAL = Heads(num_key=16, num_value=32, key_dim=128, value_dim=128)
+BEYOND_32_BITS = 2**31 // (32 * 128 * 128) + 100  # slots whose elements no 32-bit number counts
 
 
 def compiled(
@@ -42,32 +43,29 @@ def assert_in_place(report: Report, heads: Heads, num_slots: int, state_bytes: i
     assert chunks.registers <= 255  # two programs of it on a multiprocessor
 
 
-@pytest.mark.parametrize("num_rows", [1, 8])
-def test_real_sizes_compile_in_place_with_room_for_what_every_chunk_contributes(num_rows: int) -> None:
-    report = compiled(REAL, num_tokens=8192, num_rows=num_rows, num_slots=300)
-    assert_in_place(report, REAL, 300)
+@pytest.mark.parametrize(("num_rows", "num_slots"), [(1, 300), (8, BEYOND_32_BITS)])
+def test_real_sizes_compile_in_place_with_room_for_what_every_chunk_contributes(num_rows: int, num_slots: int) -> None:
+    report = compiled(REAL, num_tokens=8192, num_rows=num_rows, num_slots=num_slots)
+    assert_in_place(report, REAL, num_slots)
     # Cut chunks like the tokens themselves, two matrices for each chunk and value head, gates: no state of any chunk.
     chunks = 8192 // 64 + 2 * num_rows
     per_chunk = 64 * (2 * 16 + 32) * 128 * 2 + 32 * (2 * 64 * 64 * 2 + 5 * 64 * 4)
     assert report.temporary_bytes <= 1.05 * chunks * per_chunk
 
 
-@pytest.mark.parametrize(("state_dtype", "dtype"), [("float16", jnp.bfloat16), ("bfloat16", jnp.float16)])
-def test_16_bit_pools_and_float16_operands_compile_in_place(state_dtype: str, dtype) -> None:
-    sizes = Heads(num_key=2, num_value=4, key_dim=128, value_dim=128)
-    report = compiled(sizes, num_tokens=256, num_rows=2, num_slots=7, state_dtype=state_dtype, dtype=dtype)
-    assert_in_place(report, sizes, 7, state_bytes=2)
-
-
 @pytest.mark.parametrize(
-    "heads", [(4, 4, 64, 64), (2, 4, 128, 64), (1, 3, 64, 128), (2, 8, 128, 128), (1, 8, 64, 64)], ids=str
+    ("heads", "state_dtype", "dtype"),
+    [
+        ((4, 4, 64, 64), "float32", jnp.bfloat16),
+        ((2, 4, 128, 64), "float16", jnp.bfloat16),
+        ((1, 3, 64, 128), "bfloat16", jnp.float16),
+    ],
+    ids=str,
 )
-def test_every_grouping_and_width_compiles_in_place(heads: tuple[int, int, int, int]) -> None:
+def test_every_kind_of_grouping_width_and_dtype_compiles_in_place(
+    heads: tuple[int, int, int, int], state_dtype: str, dtype
+) -> None:
     num_key, num_value, key_dim, value_dim = heads
     sizes = Heads(num_key=num_key, num_value=num_value, key_dim=key_dim, value_dim=value_dim)
-    assert_in_place(compiled(sizes, num_tokens=512, num_rows=3, num_slots=7), sizes, 7)
-
-
-def test_pools_beyond_two_to_the_31_elements_stay_in_place() -> None:
-    num_slots = 2**31 // (32 * 128 * 128) + 100
-    assert_in_place(compiled(REAL, num_tokens=1024, num_rows=2, num_slots=num_slots), REAL, num_slots)
+    report = compiled(sizes, num_tokens=512, num_rows=3, num_slots=7, state_dtype=state_dtype, dtype=dtype)
+    assert_in_place(report, sizes, 7, jnp.dtype(state_dtype).itemsize)

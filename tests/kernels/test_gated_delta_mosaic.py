@@ -64,7 +64,7 @@ def test_every_packing_equals_the_float64_model_and_touches_nothing_else(case: P
     assert_right(args, TOLERANCES[USUAL])
 
 
-@pytest.mark.parametrize("heads", [(2, 2, 128, 64), (1, 3, 64, 64), (1, 4, 64, 128), (1, 8, 64, 64)])
+@pytest.mark.parametrize("heads", [(2, 2, 128, 64), (1, 3, 64, 64), (1, 4, 64, 128)])
 def test_every_grouping_and_width_equals_the_float64_model(heads: tuple[int, int, int, int]) -> None:
     num_key, num_value, key_dim, value_dim = heads
     sizes = Heads(num_key=num_key, num_value=num_value, key_dim=key_dim, value_dim=value_dim)
@@ -82,7 +82,8 @@ def test_every_grouping_and_width_equals_the_float64_model(heads: tuple[int, int
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_16_bit_operands_stay_within_their_tolerance(dtype: str) -> None:
-    args = make_prefill(narrow("misaligned", dtype=dtype))
+    spans = Span(70, 100), Span(63, 2)
+    args = make_prefill(narrow("misaligned", dtype=dtype, spans=spans, num_tokens=104, num_rows=2))
     assert_right(args, TOLERANCES[dtype])
 
 
@@ -157,7 +158,8 @@ def test_small_decays_after_a_strong_one_keep_their_precision() -> None:
 
 def test_tiles_change_no_bit() -> None:
     wide = replace(NARROW, num_value=1, value_dim=128)
-    args = make_prefill(narrow("misaligned", heads=wide, dtype="bfloat16", spans=(Span(0, 200), Span(70, 9))))
+    spans = Span(0, 140), Span(70, 9)
+    args = make_prefill(narrow("misaligned", heads=wide, dtype="bfloat16", spans=spans, num_tokens=152, num_rows=2))
     one, two = (prefill(args, PrefillTiles(warpgroups=count, stages=1 + count)) for count in (1, 2))
     assert [array.tobytes() for array in one] == [array.tobytes() for array in two]
 
