@@ -58,6 +58,14 @@ def add_product(sums: jax.Array, left: jax.Array, right, *, interpret: bool) -> 
     return lax.optimization_barrier(pl.run_state(multiply)(plgpu.WGMMAAccumulatorRef.init(sums)))
 
 
+def store_apart(ref: Any, values: Shaped[Array, "..."]) -> None:
+    """Store values whose layout fills no whole 32 bytes of global memory at once; for inside a kernel."""
+    if hasattr(plgpu, "store"):  # from JAX 0.12 on, where a plain store refuses such a layout
+        plgpu.store(ref, values, optimized=False)
+    else:
+        ref[...] = values
+
+
 @dataclass(frozen=True)
 class RowsOverLanes:
     """A matrix in registers whose rows are shared by a few lanes each: a lane has 4 of each `4 lanes` columns.

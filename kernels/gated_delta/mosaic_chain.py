@@ -23,7 +23,7 @@ from gdn_jax.kernels.anchors import NULL_SLOT
 from gdn_jax.kernels.gated_delta.mosaic_chunks import BETA, IN, OUT
 from gdn_jax.kernels.gated_delta.mosaic_cuts import ROWS, is_cut
 from gdn_jax.kernels.gated_delta.tiles import COLUMNS
-from gdn_jax.kernels.mosaic import RowsOverLanes, add_product, everywhere, over_rows
+from gdn_jax.kernels.mosaic import RowsOverLanes, add_product, everywhere, over_rows, store_apart
 from gdn_jax.kernels.numerics import CHUNK
 
 TOKENS = 32  # of a cut chunk, that are stored together
@@ -106,7 +106,7 @@ def run_chunks(
     def store_state(slot: Array, state: Array) -> None:
         @pl.when(slot != NULL_SLOT)
         def _() -> None:
-            pool[slot, columns.head, columns.there] = state.astype(pool.dtype)
+            store_apart(pool.at[slot, columns.head, columns.there], state.astype(pool.dtype))
 
     def export(index: Array, state: Array) -> None:
         if num_boundaries:
