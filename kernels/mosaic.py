@@ -60,10 +60,11 @@ def add_product(sums: jax.Array, left: jax.Array, right, *, interpret: bool) -> 
 
 def store_apart(ref: Any, values: Shaped[Array, "..."]) -> None:
     """Store values whose layout fills no whole 32 bytes of global memory at once; for inside a kernel."""
-    if hasattr(plgpu, "store"):  # from JAX 0.12 on, where a plain store refuses such a layout
-        plgpu.store(ref, values, optimized=False)
-    else:
+    store = getattr(plgpu, "store", None)  # from JAX 0.12 on, where a plain store refuses such a layout
+    if store is None:
         ref[...] = values
+    else:
+        store(ref, values, optimized=False)
 
 
 @dataclass(frozen=True)
