@@ -58,6 +58,15 @@ def add_product(sums: jax.Array, left: jax.Array, right, *, interpret: bool) -> 
     return lax.optimization_barrier(pl.run_state(multiply)(plgpu.WGMMAAccumulatorRef.init(sums)))
 
 
+def store_apart(ref: Any, values: Shaped[Array, "..."]) -> None:
+    """Store values whose layout fills no whole 32 bytes of global memory at once; for inside a kernel."""
+    store = getattr(plgpu, "store", None)  # from JAX 0.12 on, where a plain store refuses such a layout
+    if store is None:
+        ref[...] = values
+    else:
+        store(ref, values, optimized=False)
+
+
 @dataclass(frozen=True)
 class RowsOverLanes:
     """A matrix in registers whose rows are shared by a few lanes each: a lane has 4 of each `4 lanes` columns.
@@ -68,8 +77,9 @@ class RowsOverLanes:
 
     Attributes:
         num_rows: rows, a multiple of 32.
-        lanes: that share a row, 4 or 8. With fewer, sums over columns take fewer exchanges, but a row that all rows are
-            multiplied with takes more registers.
+        lanes: that share a row, 4 or 8, or 16 if numbers have 16 bits. With fewer, sums over columns take fewer
+            exchanges, but a row that all rows are multiplied with takes more registers. With 16 they write 64 columns
+            of rows that are not swizzled without bank conflicts, too.
         dtype: of the numbers in shared memory.
     """
 

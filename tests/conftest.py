@@ -11,6 +11,9 @@ from jaxtyping import install_import_hook
 
 if "JAX_PLATFORMS" not in os.environ:
     jax.config.update("jax_platforms", "cpu")  # a test on another device asks for it by that variable
+# Each warpgroup that waits in Pallas' interpreter holds a thread of XLA's pool, which has one per processor unless this
+# variable, read when the first array is made, says otherwise: on a machine of two nothing would be left for the others.
+os.environ.setdefault("NPROC", str(max(8, os.cpu_count() or 1)))
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 install_import_hook("gdn_jax", "beartype.beartype")  # before any test imports a module of ours

@@ -95,6 +95,7 @@ JITTED = {
     "kernels.gated_delta.inputs": {"delta_inputs"},
     "kernels.gated_rms_norm": {"gated_rms_norm"},
     "kernels.gated_delta.mosaic_advance": {"gdn_advance"},
+    "kernels.gated_delta.mosaic_prefill": {"gdn_prefill"},
     "kernels.gdn_mixer.mosaic_advance": {"gdn_mixer_advance"},
     "kernels.paged_attention.mosaic_advance": {"paged_attention_advance"},
     "model": {"_prompt_logits"},

@@ -1,4 +1,4 @@
-"""Time on a device: of calls inside one jitted loop, of a copy, and of a kernel that does nothing.
+"""Time on a device: of calls inside one jitted loop, of a copy, of a product, and of a kernel that does nothing.
 
 A call is timed as part of a loop that one jit compiles, so that launching from the host costs it nothing; the loop's
 body holds several calls, on different data, so that a cache does not serve what memory should. The bandwidth that
@@ -80,6 +80,13 @@ def copy_bandwidth(num_bytes: int = _COPIED_BYTES) -> float:
     # The barrier keeps two passes from becoming one.
     times = time_calls(lambda x, one: lax.optimization_barrier(x + one), array, [jnp.float32(1.0)])
     return 2 * num_bytes / times.median
+
+
+def matmul_rate(size: int = 8192) -> float:
+    """Return floating-point operations per second of a square product in bfloat16, which XLA computes."""
+    matrix = jnp.ones((size, size), jnp.bfloat16) / size
+    times = time_calls(lambda x, other: x @ other, matrix, [matrix.T])
+    return 2 * size**3 / times.median
 
 
 def relative_error(got: jax.Array | np.ndarray, want: jax.Array | np.ndarray) -> float:

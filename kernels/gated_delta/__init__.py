@@ -24,7 +24,7 @@ __all__ = ["DeltaInputs", "delta_inputs", "gdn_advance", "gdn_forward", "gdn_pre
 _PREFILL = {
     Implementation.REFERENCE: reference.gdn_prefill,
     Implementation.JAX: chunked.gdn_prefill,
-    Implementation.MOSAIC: chunked.gdn_prefill,
+    Implementation.MOSAIC: chunked.gdn_prefill,  # not `mosaic_prefill.py`, until it is measured on a card
 }
 _ADVANCE = {
     Implementation.REFERENCE: reference.gdn_advance,

@@ -4,7 +4,7 @@ Benchmark names follow the results files: `prefill/16x32/8x1024` is 8 rows of 10
 heads of width 128; `advance/float32/B64/T1` is 64 rows of 1 new token on float32 states of the same heads.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
@@ -115,6 +115,15 @@ def make_prefill(case: PrefillCase, seed: int = 0) -> PrefillArguments:
     slot and write another.
     """
     rng = np.random.default_rng(seed)
+    rows, num_slots = make_rows(case)
+    owned = np.arange(case.num_tokens) < int(rows.length.sum())
+    q, inputs = _draw_tokens(rng, case.heads, owned, case.dtype)
+    pool = _draw_pool(rng, case.heads, num_slots, np.asarray(rows.read_slot), case.state_dtype)
+    return PrefillArguments(q=q, inputs=inputs, rows=rows, pool=pool)
+
+
+def make_rows(case: PrefillCase) -> tuple[PrefillRows, int]:
+    """Return the rows of a case, as `make_prefill` says, and how many slots they need."""
     num_padding = case.num_rows - len(case.spans)
     start, length = np.array([*case.spans, *[Span(0, 0)] * num_padding], np.int32).reshape(-1, 2).T
     offset = np.cumsum(length) - length
@@ -131,16 +140,8 @@ def make_prefill(case: PrefillCase, seed: int = 0) -> PrefillArguments:
     export = np.where(exported, first_export + np.cumsum(exported).reshape(exported.shape) - 1, NULL_SLOT)
 
     num_slots = max(first_export + int(exported.sum()) + 1, case.min_slots)
-    owned = np.arange(case.num_tokens) < length.sum()
-    q, inputs = _draw_tokens(rng, case.heads, owned, case.dtype)
-    return PrefillArguments(
-        q=q,
-        inputs=inputs,
-        rows=PrefillRows(
-            **_int32(offset=offset, length=length, start=start, read_slot=read, write_slot=write, export_slot=export)
-        ),
-        pool=_draw_pool(rng, case.heads, num_slots, read, case.state_dtype),
-    )
+    fields = _int32(offset=offset, length=length, start=start, read_slot=read, write_slot=write, export_slot=export)
+    return PrefillRows(**fields), num_slots
 
 
 def make_advance(case: AdvanceCase, seed: int = 0) -> AdvanceArguments:
@@ -216,14 +217,16 @@ def _int32(**fields: np.ndarray) -> dict[str, Array]:
 _REAL = Heads(num_key=16, num_value=32, key_dim=128, value_dim=128)  # Qwen3-Next, Qwen3.5 4B, 9B, 35B-A3B
 
 
-def _prefill_benchmark(num_rows: int, length: int, export_every: int = 0) -> PrefillCase:
+def _prefill_benchmark(*lengths: int, export_every: int = 0, heads: Heads = _REAL) -> PrefillCase:
+    is_even = len(set(lengths)) == 1
+    rows = f"{len(lengths)}x{lengths[0]}" if is_even else "+".join(map(str, lengths))
     export = f"/export{export_every}" if export_every else ""
     return PrefillCase(
-        name=f"prefill/16x32/{num_rows}x{length}{export}",
-        heads=_REAL,
-        spans=(Span(0, length),) * num_rows,
-        num_tokens=num_rows * length,
-        num_rows=num_rows,
+        name=f"prefill/{heads.num_key}x{heads.num_value}/{rows}{export}",
+        heads=heads,
+        spans=tuple(Span(0, length) for length in lengths),
+        num_tokens=sum(lengths),
+        num_rows=len(lengths),
         dtype="bfloat16",
         export_every=export_every,
     )
@@ -253,8 +256,13 @@ CPU_BENCHMARKS = tuple(
 )
 
 PREFILL_BENCHMARKS = (
-    *(_prefill_benchmark(*shape) for shape in ((1, 2048), (1, 8192), (1, 32768), (8, 1024), (4, 2048), (4, 8192))),
-    *(_prefill_benchmark(*shape, export_every=512) for shape in ((1, 8192), (4, 2048))),
+    *(_prefill_benchmark(length) for length in (2048, 4096, 8192, 32768)),
+    *(_prefill_benchmark(*lengths) for lengths in ((2048,) * 4, (1024,) * 8, (8192,) * 4, (1024, 7168))),
+    *(_prefill_benchmark(*lengths, export_every=512) for lengths in ((8192,), (2048,) * 4)),
+    *(
+        _prefill_benchmark(8192, heads=replace(_REAL, num_key=key, num_value=value))
+        for key, value in ((16, 64), (2, 8))
+    ),
 )
 ADVANCE_BENCHMARKS = tuple(
     _advance_benchmark(state_dtype, num_rows, window)

@@ -23,7 +23,7 @@ from gdn_jax.kernels.gated_delta.triangular import unit_lower_inverse
 from gdn_jax.kernels.numerics import CHUNK, einsum
 
 LEAST_DECAY = -120.0  # exp of this and of anything below is zero in float32
-_DECAY_GRID = 1024.0  # sums of 64 multiples of 1 / 1024 above -120 are exact in float32
+DECAY_GRID = 1024.0  # sums of 64 multiples of 1 / 1024 above -120 are exact in float32
 
 
 @jax.tree_util.register_dataclass
@@ -112,7 +112,7 @@ def _decays(g: Float[Array, "*lead places"]) -> tuple[Array, Array, Array]:
     whose sums stay below 1 / 16.
     """
     g = jnp.maximum(g, LEAST_DECAY)
-    coarse = jax.lax.stop_gradient(jnp.round(g * _DECAY_GRID) / _DECAY_GRID)
+    coarse = jax.lax.stop_gradient(jnp.round(g * DECAY_GRID) / DECAY_GRID)
     sums = _once((jnp.cumsum(coarse, axis=-1), jnp.cumsum(g - coarse, axis=-1)))
     exponent = sum(s[..., :, None] - s[..., None, :] for s in sums)
     places = jnp.arange(g.shape[-1])

@@ -8,6 +8,7 @@ from gdn_jax.kernels.dispatch import UnsupportedKernelError
 
 WIDTHS = (64, 128)  # of keys and values
 STATE_DTYPES = ("float32", "float16", "bfloat16")
+COLUMNS = 64  # value columns that one warpgroup of a prefill owns: a tensor-core product has 64 rows
 MULTIPROCESSORS = 132  # of an H100 or H200
 
 
@@ -25,6 +26,29 @@ class AdvanceTiles:
     def __post_init__(self) -> None:
         if self.value_rows not in (32, 64):
             raise ValueError(f"a tile must have 32 or 64 rows, 8 or 16 for each warp; got {self.value_rows}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillTiles:
+    """How the serial kernel of the prefill is cut up.
+
+    Attributes:
+        warpgroups: those that multiply in one program; each owns COLUMNS value columns of one head.
+        stages: chunks that shared memory holds for them.
+        chain_registers: of a thread that multiplies, where more than one warpgroup does.
+        load_registers: of a thread that loads, then.
+    """
+
+    warpgroups: int
+    stages: int
+    chain_registers: int = 240
+    load_registers: int = 24
+
+
+def prefill_tiles(*, num_rows: int, num_heads: int, value_dim: int) -> PrefillTiles:
+    """Choose tiles for an H200: a program for every 64 columns while there are too few to go round."""
+    programs = num_rows * num_heads * (value_dim // COLUMNS)
+    return PrefillTiles(warpgroups=2 if value_dim > COLUMNS and programs > MULTIPROCESSORS else 1, stages=3)
 
 
 def advance_tiles(num_states: int, value_dim: int, window: int, state_dtype: jnp.dtype) -> AdvanceTiles:
@@ -54,6 +78,21 @@ def check_advance(num_key: int, num_value: int, key_dim: int, value_dim: int, st
     if name not in STATE_DTYPES:
         raise UnsupportedKernelError(
             f"states must be one of {', '.join(STATE_DTYPES)} for Mosaic kernels; got {name}; {remedy}"
+        )
+
+
+def check_prefill(num_key: int, num_value: int, key_dim: int, value_dim: int, state_dtype: jnp.dtype) -> None:
+    """Raise UnsupportedKernelError unless the Mosaic prefill can run these sizes: those of the advance."""
+    check_advance(num_key, num_value, key_dim, value_dim, state_dtype)
+
+
+def check_operands(*dtypes: jnp.dtype) -> None:
+    """Raise UnsupportedKernelError unless tensor cores multiply these dtypes of queries, keys and values."""
+    if len(set(dtypes)) > 1 or dtypes[0] not in (jnp.bfloat16, jnp.float16):
+        names = ", ".join(jnp.dtype(dtype).name for dtype in dtypes)
+        raise UnsupportedKernelError(
+            f"queries, keys and values must all be bfloat16 or all float16 for the Mosaic prefill; got {names}; "
+            "ask for kernels='jax', which runs any dtype"
         )
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from mosaic_runs import ON_GPU, run_mosaic
 from oracles import kernel_float64 as oracle
+from oracles.delta_checks import assert_close, assert_stored, with_rows
 
 from gdn_jax.kernels.anchors import AdvanceRows
 from gdn_jax.kernels.dispatch import Implementation, UnsupportedKernelError
@@ -55,26 +56,6 @@ def advance(args: AdvanceArguments, implementation: Implementation) -> tuple[np.
     run = partial(gdn_advance, args.q, args.new, args.replay, args.rows, args.pool, implementation=implementation)
     out = run_mosaic(run) if implementation == Implementation.MOSAIC else run()
     return np.asarray(out[0]), np.asarray(out[1])
-
-
-def assert_close(got: np.ndarray, want: np.ndarray, tolerance: float) -> None:
-    """Compare relative to the largest expected magnitude; a NaN anywhere fails."""
-    error = np.abs(got.astype(np.float64) - want).max(initial=0.0)
-    assert error <= tolerance * np.abs(want).max(initial=1e-30), f"error {error}"
-
-
-def assert_stored(pool: np.ndarray, before: jax.Array, stored: dict[int, np.ndarray], tolerance: float) -> None:
-    """Slots in `stored` hold their states; every other slot, the null slot too, has the bits it had."""
-    assert pool.dtype == before.dtype
-    for slot, state in stored.items():
-        assert_close(pool[slot], state, tolerance)
-    untouched = [slot for slot in range(pool.shape[0]) if slot not in stored]
-    assert pool[untouched].tobytes() == np.asarray(before)[untouched].tobytes()
-
-
-def with_rows(args: PrefillArguments, **changes: object) -> PrefillArguments:
-    changed = {name: jnp.asarray(value, jnp.int32) for name, value in changes.items()}
-    return replace(args, rows=replace(args.rows, **changed))
 
 
 @IN_JAX

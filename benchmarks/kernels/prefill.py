@@ -1,0 +1,262 @@
+"""Time the prefill of the gated delta rule on a device, beside what a copy and a matrix product reach in the same run.
+
+    python -m benchmarks.kernels.prefill
+
+Every case is checked first against a float64 recurrence over some of its heads, with drawn keys and with strongly
+correlated ones, outputs and final states; a case whose check fails has no time. Where flash-linear-attention, FlashQLA
+or jax-linear-attention are installed, they run the same tokens from empty states; what FlashInfer publishes for an H200
+stands beside them as it is published. `--warpgroups` and `--stages` try other tiles.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from jax import lax
+
+from benchmarks.kernels.device_time import Times, copy_bandwidth, matmul_rate, run_cases, time_calls, time_rows
+from benchmarks.kernels.peers import jla_prefill, time_torch_prefill, torch_prefills
+from benchmarks.results_file import ResultRow
+from gdn_jax.kernels.gated_delta import gdn_prefill, mosaic_prefill
+from gdn_jax.kernels.gated_delta.cases import CASES, PREFILL_BENCHMARKS, PrefillArguments, PrefillCase, make_rows
+from gdn_jax.kernels.gated_delta.inputs import DeltaInputs
+from gdn_jax.kernels.gated_delta.tiles import PrefillTiles
+from gdn_jax.kernels.numerics import CHUNK
+
+_LOG = logging.getLogger(__name__)
+_CHECKED_HEADS = 2
+_LEAST_BYTES = 256 << 20  # of all calls' tokens: several times the second-level cache of a Hopper GPU
+_MOST_CALLS = 8  # in the loop's body
+# Relative, in the Euclidean norm: operands are rounded to 8 bits, which correlated keys make worse.
+_TOLERANCES = {"random": 4e-3, "correlated": 1e-2}
+# Microseconds on an H200 by FlashQLA's own benchmark of FlashInfer 0.6.13.
+_FLASHINFER = {
+    "prefill/16x32/1x2048": 106,
+    "prefill/16x32/1x4096": 201,
+    "prefill/16x32/1x8192": 394,
+    "prefill/16x32/1x32768": 1550,
+    "prefill/16x32/4x2048": 111,
+    "prefill/16x32/8x1024": 119,
+    "prefill/16x32/4x8192": 425,
+    "prefill/16x32/1024+7168": 346,
+    "prefill/16x64/1x8192": 392,
+    "prefill/2x8/1x8192": 417,
+}
+_Carry = tuple[jax.Array, jax.Array]  # the outputs of the call before, and the pool
+Prefill = Callable[..., tuple[jax.Array, jax.Array]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Command line.
+
+    Attributes:
+        output: where the results go.
+        cases: names of prefill cases.
+        implementation: which kernels: mosaic, or jax for the plain ones.
+        repeats: timed runs.
+        warpgroups: that multiply in one program of the serial kernel; 0: as the kernel chooses.
+        stages: chunks that shared memory holds for them.
+    """
+
+    output: Path = Path("benchmarks/results/kernels-prefill.json")
+    cases: tuple[str, ...] = tuple(case.name for case in PREFILL_BENCHMARKS)
+    implementation: Literal["mosaic", "jax"] = "mosaic"
+    repeats: int = 7
+    warpgroups: Literal[0, 1, 2] = 0
+    stages: int = 3
+
+    @property
+    def prefill(self) -> Prefill:
+        """The function that is timed; the Mosaic one is called by itself, since the engine does not take it yet."""
+        if self.implementation == "jax":
+            return gdn_prefill
+        tiles = PrefillTiles(warpgroups=self.warpgroups, stages=self.stages) if self.warpgroups else None
+        return partial(mosaic_prefill.gdn_prefill, tiles=tiles)
+
+
+def draw(case: PrefillCase, seed: int, *, correlated: bool = False) -> PrefillArguments:
+    """Draw the arguments of a case on the device; correlated keys share most of their direction, and overwrite it."""
+    heads, keys = case.heads, iter(jax.random.split(jax.random.key(seed), 6))
+    key_shape, value_shape = ((case.num_tokens, count, width) for count, width in _widths(case))
+
+    def unit(x: jax.Array, scale: float = 1.0) -> jax.Array:
+        return (scale * x / jnp.linalg.norm(x, axis=-1, keepdims=True)).astype(case.dtype)
+
+    k = jax.random.normal(next(keys), key_shape)
+    beta = jax.random.uniform(next(keys), value_shape[:2])
+    if correlated:
+        k = 0.3 * k + jax.random.normal(next(keys), (1, *key_shape[1:]))
+        beta = 0.9 + 0.1 * beta
+    g = -jax.random.exponential(next(keys), value_shape[:2]) / 20  # a state lives for some 20 tokens
+    values = jax.random.normal(next(keys), value_shape).astype(case.dtype)
+    rows, num_slots = make_rows(case)
+    return PrefillArguments(
+        q=unit(jax.random.normal(next(keys), key_shape), heads.key_dim**-0.5),
+        inputs=DeltaInputs(k=unit(k), v=values, g=g, beta=beta),
+        rows=rows,
+        pool=jnp.zeros((num_slots, heads.num_value, heads.value_dim, heads.key_dim), case.state_dtype),
+    )
+
+
+def _widths(case: PrefillCase) -> tuple[tuple[int, int], tuple[int, int]]:
+    heads = case.heads
+    return (heads.num_key, heads.key_dim), (heads.num_value, heads.value_dim)
+
+
+def check(case: PrefillCase, prefill: Prefill, *, correlated: bool) -> float:
+    """Return the error of outputs and final states of some heads, the larger of the two.
+
+    Raises:
+        SystemExit: it is above its tolerance, so that no time would mean anything.
+    """
+    args = draw(case, 0, correlated=correlated)
+    outputs, pool = jax.jit(prefill)(args.q, args.inputs, args.rows, args.pool)
+    checked = np.linspace(0, case.heads.num_value - 1, _CHECKED_HEADS).astype(int)
+    want, states = run_float64(case, args, checked)
+    slots = np.asarray(args.rows.write_slot)
+    error = max(_error(outputs[:, checked], want), _error(pool[slots][:, checked], states))
+    limit = _TOLERANCES["correlated" if correlated else "random"]
+    if not error <= limit:
+        kind = "correlated" if correlated else "drawn"
+        raise SystemExit(f"{case.name}: outputs and states must be right within {limit}; error {error} on {kind} keys")
+    return error
+
+
+def _error(got: jax.Array | np.ndarray, want: np.ndarray) -> float:
+    wide = np.asarray(got, np.float64)
+    return float(np.linalg.norm(wide - want) / np.linalg.norm(want))
+
+
+def run_float64(case: PrefillCase, args: PrefillArguments, heads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Run some value heads through the recurrence in float64, from empty states.
+
+    Returns:
+        Outputs `[T, heads, dv]`; final states `[rows, heads, dv, dk]`.
+    """
+    group = case.heads.num_value // case.heads.num_key
+    q, k = (np.asarray(x[:, heads // group], np.float64) for x in (args.q, args.inputs.k))
+    v, g, beta = (np.asarray(x[:, heads], np.float64) for x in (args.inputs.v, args.inputs.g, args.inputs.beta))
+    outputs, states, token = np.zeros(v.shape), [], 0
+    for span in case.spans:
+        state = np.zeros((len(heads), v.shape[2], k.shape[2]))
+        for _ in range(span.length):
+            state *= np.exp(g[token])[:, None, None]
+            error = beta[token][:, None] * (v[token] - np.einsum("hvk,hk->hv", state, k[token]))
+            state += error[:, :, None] * k[token][:, None, :]
+            outputs[token] = np.einsum("hvk,hk->hv", state, q[token])
+            token += 1
+        states.append(state)
+    return outputs, np.stack(states)
+
+
+def moved_bytes(case: PrefillCase) -> int:
+    """Return the least bytes that a call moves: each input and output once, states and exports written once."""
+    (num_key, key_dim), (num_value, value_dim) = _widths(case)
+    size, state = jnp.dtype(case.dtype).itemsize, num_value * value_dim * key_dim * jnp.dtype(case.state_dtype).itemsize
+    per_token = size * 2 * (num_key * key_dim + num_value * value_dim) + 8 * num_value
+    exports = sum(span.length // case.export_every for span in case.spans) if case.export_every else 0
+    return case.num_tokens * per_token + (case.num_rows + exports) * state
+
+
+def num_operations(case: PrefillCase) -> int:
+    """Return the floating-point operations of a call's products over chunks."""
+    (num_key, key_dim), (num_value, value_dim) = _widths(case)
+    per_key_head = 2 * 2 * CHUNK * CHUNK * key_dim  # K K^T and Q K^T
+    per_value_head = 2 * CHUNK * (3 * key_dim + 2 * CHUNK) * value_dim  # K S, Q S, K^T V'; T W, P V'
+    return case.num_tokens // CHUNK * (num_key * per_key_head + num_value * per_value_head)
+
+
+def time_case(case: PrefillCase, prefill: Prefill, repeats: int) -> Times:
+    """Time a case on tokens that change from call to call."""
+
+    def call(carry: _Carry, args: tuple) -> _Carry:
+        return lax.optimization_barrier(prefill(*args, carry[1]))  # outputs that nobody reads are computed too
+
+    count = min(_MOST_CALLS, max(2, -(-_LEAST_BYTES // moved_bytes(case))))
+    drawn = [draw(case, seed) for seed in range(count)]
+    held = [(args.q, args.inputs, args.rows) for args in drawn]
+    return time_calls(call, (jnp.zeros_like(drawn[0].inputs.v), drawn[0].pool), held, repeats=repeats)
+
+
+def benchmark(case: PrefillCase, *, options: Options, bandwidth: float, rate: float) -> Iterator[ResultRow]:
+    """Check, then time, one case; yields times, shares of copy and product, and peers' times."""
+    error = check(case, options.prefill, correlated=False)
+    correlated = check(case, options.prefill, correlated=True)
+    times = time_case(case, options.prefill, options.repeats)
+    row = partial(ResultRow, case=case.name, implementation=options.implementation)
+    yield from time_rows(case.name, options.implementation, error, times)
+    yield row(metric="error, correlated keys", value=correlated, unit="ratio", error=correlated)
+    yield row(metric="share of copy", value=moved_bytes(case) / times.median / bandwidth, unit="ratio", error=error)
+    yield row(metric="share of matmul", value=num_operations(case) / times.median / rate, unit="ratio", error=error)
+    if not case.export_every:  # nobody else exports float32 states at chosen boundaries
+        yield from _peers(case, options.repeats)
+
+
+def _peers(case: PrefillCase, repeats: int) -> Iterator[ResultRow]:
+    """Check and time what others have; nothing for one whose check fails."""
+    if case.name in _FLASHINFER:
+        published = partial(ResultRow, case=case.name, metric="us", unit="us", error=None)
+        yield published(value=_FLASHINFER[case.name], implementation="flashinfer, published")
+    args = draw(case, 0)
+    checked = np.array([0])
+    want, _ = run_float64(case, args, checked)
+    arrays = {name: np.asarray(x, np.float32) for name, x in {"q": args.q, **vars(args.inputs)}.items()}
+    lengths = [span.length for span in case.spans]
+    timed = {
+        name: partial(time_torch_prefill, prefill, arrays, lengths, repeats=repeats)
+        for name, prefill in torch_prefills().items()
+    }
+    jla = jla_prefill()
+    if jla is not None and len(set(lengths)) == 1:
+        timed["jla"] = partial(_time_jla, jla, case, args, repeats)
+    for name, time_peer in timed.items():
+        times, outputs = time_peer()
+        error = _error(outputs[:, checked], want)
+        if error <= _TOLERANCES["correlated"]:
+            yield from time_rows(case.name, name, error, times)
+        else:
+            _LOG.warning("%s: the error of %s is %g: no time", case.name, name, error)
+
+
+def _time_jla(
+    prefill: Callable[..., tuple[jax.Array, jax.Array]], case: PrefillCase, args: PrefillArguments, repeats: int
+) -> tuple[Times, np.ndarray]:
+    """Time jax-linear-attention on rows of one length, in a jitted loop as ours."""
+    by_row = {
+        name: x.reshape(case.num_rows, -1, *x.shape[1:]) for name, x in {"q": args.q, **vars(args.inputs)}.items()
+    }
+
+    def run(inputs: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        order = (inputs[name] for name in ("q", "k", "v", "g", "beta"))
+        return lax.optimization_barrier(prefill(*order, scale=1.0, output_final_state=True))
+
+    outputs, state = jax.jit(run)(by_row)
+    shape = args.inputs.v.shape
+    kept = np.asarray(outputs, np.float32).reshape(shape)
+    return time_calls(lambda carry, inputs: run(inputs), (outputs, state), [by_row] * 4, repeats=repeats), kept
+
+
+def main() -> None:
+    """Run the benchmark and write its results."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    options = tyro.cli(Options, description=__doc__)
+    bandwidth, rate = copy_bandwidth(), matmul_rate()
+    rows = [
+        ResultRow(case="copy", metric="GB/s", value=bandwidth / 1e9, unit="GB/s", implementation="xla", error=None),
+        ResultRow(case="matmul", metric="TFLOP/s", value=rate / 1e12, unit="TFLOP/s", implementation="xla", error=None),
+    ]
+    known = {case.name: case for case in CASES.values() if isinstance(case, PrefillCase)}
+    timed = partial(benchmark, options=options, bandwidth=bandwidth, rate=rate)
+    run_cases("kernels-prefill", options.output, options.cases, known, timed, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""The prefill of the gated delta rule on Hopper GPUs (Pallas, Mosaic GPU), its pool updated in place.
+
+Three kernels: `mosaic_cuts.py` lays out the few chunks that cannot be read where they lie, `mosaic_chunks.py` makes
+what each chunk contributes whatever the state, for all chunks side by side, and `mosaic_states.py` carries the states
+through each row. A chunk's numbers follow from the row's own tokens alone, never from where the row lies or from its
+neighbours.
+"""
+
+from functools import partial
+
+import jax
+from jaxtyping import Array, Float
+
+from gdn_jax.kernels.anchors import PrefillRows
+from gdn_jax.kernels.gated_delta.chunk_slots import chunk_slots, gates_by_chunk
+from gdn_jax.kernels.gated_delta.inputs import DeltaInputs
+from gdn_jax.kernels.gated_delta.mosaic_chunks import chunk_factors
+from gdn_jax.kernels.gated_delta.mosaic_cuts import lay_out_cuts
+from gdn_jax.kernels.gated_delta.mosaic_states import run_rows
+from gdn_jax.kernels.gated_delta.tiles import PrefillTiles, check_operands, check_prefill, prefill_tiles
+
+
+@partial(jax.jit, static_argnames=("tiles", "interpret"))
+def gdn_prefill(
+    q: Float[Array, "T Nk dk"],
+    inputs: DeltaInputs,
+    rows: PrefillRows,
+    pool: Float[Array, "slots Nv dv dk"],
+    *,
+    tiles: PrefillTiles | None = None,
+    interpret: bool = False,
+) -> tuple[Float[Array, "T Nv dv"], Float[Array, "slots Nv dv dk"]]:
+    """Run packed spans; as `gated_delta.gdn_prefill`, which says what the arguments mean.
+
+    Args:
+        q: queries, bfloat16 or float16 like keys and values.
+        inputs: keys, values and gates.
+        rows: the packing, the anchors and the exports.
+        pool: recurrent states; updated in place where the caller's jit donates it.
+        tiles: how the work is cut up; by default as `prefill_tiles` chooses.
+        interpret: whether this is traced for the interpreter, which also takes float32.
+
+    Raises:
+        UnsupportedKernelError: for what `check_prefill` and `check_operands` refuse.
+    """
+    num_tokens, num_key, key_dim = q.shape
+    num_heads, value_dim = inputs.v.shape[1:]
+    check_prefill(num_key, num_heads, key_dim, value_dim, pool.dtype)
+    if not interpret:  # which runs float32 too
+        check_operands(q.dtype, inputs.k.dtype, inputs.v.dtype)
+    slots = chunk_slots(rows, num_tokens)
+    gates = gates_by_chunk(slots, inputs)
+    k, v = inputs.k, inputs.v
+    cuts = lay_out_cuts(q, k, v, slots)
+    factors = chunk_factors(q, k, cuts, gates, slots)
+    tiles = tiles or prefill_tiles(num_rows=rows.offset.shape[0], num_heads=num_heads, value_dim=value_dim)
+    tokens = {"q": q, "k": k, "v": v}
+    return run_rows(tokens, cuts, factors, rows, pool, tiles=tiles, interpret=interpret)
