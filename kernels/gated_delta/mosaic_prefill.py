@@ -53,6 +53,6 @@ def gdn_prefill(
     k, v = inputs.k, inputs.v
     cuts = lay_out_cuts(q, k, v, slots)
     factors = chunk_factors(q, k, cuts, gates, slots)
-    tiles = tiles or prefill_tiles(num_rows=rows.offset.shape[0], num_heads=num_heads, value_dim=value_dim)
+    tiles = tiles or prefill_tiles()
     tokens = {"q": q, "k": k, "v": v}
     return run_rows(tokens, cuts, factors, rows, pool, tiles=tiles, interpret=interpret)

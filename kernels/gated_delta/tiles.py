@@ -45,10 +45,13 @@ class PrefillTiles:
     load_registers: int = 24
 
 
-def prefill_tiles(*, num_rows: int, num_heads: int, value_dim: int) -> PrefillTiles:
-    """Choose tiles for an H200: a program for every 64 columns while there are too few to go round."""
-    programs = num_rows * num_heads * (value_dim // COLUMNS)
-    return PrefillTiles(warpgroups=2 if value_dim > COLUMNS and programs > MULTIPROCESSORS else 1, stages=3)
+def prefill_tiles() -> PrefillTiles:
+    """Choose tiles for an H200.
+
+    Two warpgroups share what they load, which should pay where rows and heads are many, but spill 16 bytes; a card has
+    to tell whether that matters.
+    """
+    return PrefillTiles(warpgroups=1, stages=3)
 
 
 def advance_tiles(num_states: int, value_dim: int, window: int, state_dtype: jnp.dtype) -> AdvanceTiles:
