@@ -26,10 +26,10 @@ NUM_TOKENS = 32
 MOST_DRAFTS = 3
 
 
-def any_token(model: LanguageModel, *parts: Any, num_valid_tokens: int) -> Runner:
+def any_token(model: LanguageModel, *parts: Any, num_valid_tokens: int, **settings: Any) -> Runner:
     """Make a runner that may choose ids without text too, as the recorded rounds do."""
     assert num_valid_tokens < model.config.vocab_size
-    return Runner(model, *parts, num_valid_tokens=model.config.vocab_size)
+    return Runner(model, *parts, num_valid_tokens=model.config.vocab_size, **settings)
 
 
 @cache
