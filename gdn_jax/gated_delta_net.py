@@ -21,6 +21,8 @@ from gdn_jax.kernels.gdn_mixer import MixerTokens, MixerWeights, RecurrentState,
 from gdn_jax.linear import JoinedLinear, Linear
 from gdn_jax.state import AdvanceBatch, PrefillBatch
 
+_Projections = tuple[Array, Array, Array, Array]  # raw, z, b, a
+
 
 class GatedDeltaNet(nnx.Module):
     """One GDN mixer.
@@ -77,13 +79,13 @@ class GatedDeltaNet(nnx.Module):
         self, x: Float[Array, "T H"], state: RecurrentState, batch: PrefillBatch
     ) -> tuple[Float[Array, "T H"], RecurrentState]:
         """Run packed spans from and into state slots; replay windows are not touched."""
-        tokens = self._project(x)
+        raw, z, b, a = self._project(x)
         mixed, conv = causal_conv1d_prefill(
-            tokens.raw, self._taps().T, batch.rows, state.conv, implementation=self.implementation
+            raw, self._taps().T, batch.rows, state.conv, implementation=self.implementation
         )
-        q, inputs = self._delta_inputs(mixed, tokens)
+        q, inputs = self._delta_inputs(mixed, a, b)
         out, recurrent = gdn_prefill(q, inputs, batch.rows, state.recurrent, implementation=self.implementation)
-        return self._output(out, tokens.z), RecurrentState(recurrent=recurrent, conv=conv, replay=state.replay)
+        return self._output(out, z), RecurrentState(recurrent=recurrent, conv=conv, replay=state.replay)
 
     def advance(
         self, x: Float[Array, "rows T H"], state: RecurrentState, batch: AdvanceBatch
@@ -96,26 +98,33 @@ class GatedDeltaNet(nnx.Module):
             norm=self.norm_weight[...],
         )
         mixed, state = gdn_mixer_advance(
-            self._project(x), weights, batch.rows, batch.lane, state, eps=self.eps, implementation=self.implementation
+            self._tokens(x), weights, batch.rows, batch.lane, state, eps=self.eps, implementation=self.implementation
         )
         return self.out_proj(mixed.reshape(*x.shape[:-1], -1)), state
 
     def forward(self, x: Float[Array, "rows T H"], document: Int[Array, "rows T"]) -> Float[Array, "rows T H"]:
         """Run rows of whole documents without slots: what training differentiates."""
-        tokens = self._project(x)
-        mixed = causal_conv1d_forward(tokens.raw, self._taps().T, document, implementation=self.implementation)
-        q, inputs = self._delta_inputs(mixed, tokens)
+        raw, z, b, a = self._project(x)
+        mixed = causal_conv1d_forward(raw, self._taps().T, document, implementation=self.implementation)
+        q, inputs = self._delta_inputs(mixed, a, b)
         is_first = ~same_document(document, 1)
-        return self._output(gdn_forward(q, inputs, is_first, implementation=self.implementation), tokens.z)
+        return self._output(gdn_forward(q, inputs, is_first, implementation=self.implementation), z)
 
     def _taps(self) -> Float[Array, "K C"]:
         return self.conv_weight[...].T if self.taps is None else self.taps[...]
 
-    def _project(self, x: Float[Array, "*tokens H"]) -> MixerTokens:
-        """Return the input projections of each token."""
+    def _project(self, x: Float[Array, "*tokens H"]) -> _Projections:
+        """Return raw, z, b and a of each token."""
+        if self.joined is not None:
+            tokens = self._tokens(x)
+            return tokens.raw, tokens.z, tokens.b, tokens.a
+        z = self.in_proj_z(x).reshape(*x.shape[:-1], self.num_value_heads, self.value_dim)
+        return self.in_proj_qkv(x), z, self.in_proj_b(x), self.in_proj_a(x)
+
+    def _tokens(self, x: Float[Array, "*tokens H"]) -> MixerTokens:
+        """Return the same side by side, which only the mixer needs: to put them so is work that a gradient repeats."""
         if self.joined is None:
-            z = self.in_proj_z(x).reshape(*x.shape[:-1], self.num_value_heads, self.value_dim)
-            return MixerTokens.of(self.in_proj_qkv(x), z, self.in_proj_b(x), self.in_proj_a(x))
+            return MixerTokens.of(*self._project(x))
         return MixerTokens(
             packed=self.joined.product(x),
             num_channels=self.num_channels,
@@ -124,12 +133,12 @@ class GatedDeltaNet(nnx.Module):
         )
 
     def _delta_inputs(
-        self, mixed: Float[Array, "*tokens C"], tokens: MixerTokens
+        self, mixed: Float[Array, "*tokens C"], a: Float[Array, "*tokens Nv"], b: Float[Array, "*tokens Nv"]
     ) -> tuple[Float[Array, "*tokens Nk dk"], DeltaInputs]:
         return delta_inputs(
             mixed,
-            tokens.a,
-            tokens.b,
+            a,
+            b,
             self.a_log[...],
             self.dt_bias[...],
             num_key_heads=self.num_key_heads,
