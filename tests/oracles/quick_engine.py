@@ -4,6 +4,8 @@ The next token is a hash of the prefix, so every answer is known beforehand, wha
 wrong read fails at once. A test can make rows come out non-finite, and make steps or the rebuilding of pools fail.
 """
 
+import itertools
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -51,6 +53,20 @@ class QuickRunner(Runner):
         self.reset_error: BaseException | None = None
         self.known: dict[RequestId, RequestSampling] = {}
         self.reset()
+
+    def hold(self, step: int) -> threading.Event:
+        """Make a step, counted from 0, wait for the event; what is asked for until then comes right after that step.
+
+        Without it a test races with the thread of an engine whose steps take no time.
+        """
+        steps, go_on = itertools.count(), threading.Event()
+
+        def wait(plan: StepPlan) -> None:
+            if next(steps) == step and not go_on.wait(10):
+                raise TimeoutError("nobody let the step go on")
+
+        self.before_step = wait
+        return go_on
 
     def reset(self) -> None:
         """Start with nothing on the device."""

@@ -96,9 +96,10 @@ def test_a_slow_reader_holds_nobody_up_and_finds_the_rest_in_one_item(kind: Requ
     """The engine does not wait for readers: what one has not taken yet is no more than its own tokens."""
 
     async def scenario(rig: Rig) -> None:
-        slow = rig.stream(60, output_kind=kind)
+        go_on, slow = rig.runner.hold(2), rig.stream(60, output_kind=kind)
         first = await anext(slow) if kind is not RequestOutputKind.FINAL_ONLY else None
         pending = asyncio.ensure_future(anext(slow)) if first is None else None
+        go_on.set()
         await rig.last(100, [7, 8, 9])
         while await rig.engine.call(lambda engine: engine.has_work):
             pass
@@ -115,9 +116,10 @@ def test_a_slow_reader_holds_nobody_up_and_finds_the_rest_in_one_item(kind: Requ
 
 def test_leaving_frees_everything() -> None:
     async def scenario(rig: Rig) -> None:
-        stream = rig.stream(200, n=2)
+        go_on, stream = rig.runner.hold(2), rig.stream(200, n=2)
         await anext(stream)
         await stream.aclose()
+        go_on.set()
         stats = await rig.engine.call(lambda engine: engine.stats())
         assert (stats.running, stats.waiting, stats.blocks_used, stats.aborted_requests) == (0, 0, 0, 2)
         await rig.engine.call(audit)
@@ -212,10 +214,13 @@ def test_a_command_that_slips_in_while_the_engine_drains_is_not_left_behind(monk
 
 def test_a_bug_found_in_a_call_reaches_its_caller_and_stops_the_engine() -> None:
     async def scenario(rig: Rig) -> None:
-        stream = rig.stream(200)
+        go_on, stream = rig.runner.hold(2), rig.stream(200)
         await anext(stream)
+        call = asyncio.create_task(rig.engine.call(raise_bug))
+        await asyncio.sleep(0)  # it is queued
+        go_on.set()
         with pytest.raises(InvariantError, match="contradict"):
-            await rig.engine.call(raise_bug)
+            await call
         with pytest.raises(EngineStoppedError, match="contradict"):
             async for _ in stream:
                 pass
@@ -229,10 +234,12 @@ def test_a_bug_found_in_a_call_reaches_its_caller_and_stops_the_engine() -> None
 
 def test_a_bug_found_in_a_step_reaches_every_reader() -> None:
     async def scenario(rig: Rig) -> None:
+        go_on = rig.runner.hold(0)
         readers = [asyncio.create_task(rig.last(200)) for _ in range(3)]
         while not rig.inner.has_work:
-            await asyncio.sleep(0)
+            await asyncio.sleep(0)  # all are queued, and one of them runs
         rig.runner.before_step = raise_bug
+        go_on.set()
         outcomes = await asyncio.gather(*readers, return_exceptions=True)
         assert [type(outcome) for outcome in outcomes] == [EngineStoppedError] * 3
         assert len({id(outcome) for outcome in outcomes}) == 3

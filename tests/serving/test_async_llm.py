@@ -7,7 +7,7 @@ from unittest.mock import patch
 import jaxtyping
 import pytest
 from oracles.engine_rig import SETTINGS, TINY, greedy, make_llm, one_shape
-from oracles.quick_engine import answer, lasting, quick_async_llm
+from oracles.quick_engine import answer, lasting, parts_of, quick_async_llm
 
 from gdn_jax import AsyncLLM, RequestOutputKind
 from gdn_jax.serving import startup
@@ -133,12 +133,14 @@ def test_readers_learn_of_a_shutdown_and_later_calls_are_refused():
 def test_a_name_in_flight_is_refused_and_its_first_bearer_reads_on():
     async def run() -> None:
         async with quick_async_llm() as llm:
-            first = llm.generate([1, 2, 3], lasting(40), "mine")
+            _, runner = parts_of(llm._engine._engine)
+            go_on, first = runner.hold(2), llm.generate([1, 2, 3], lasting(40), "mine")
             await anext(first)
             for _ in range(2):
                 with pytest.raises(DuplicateRequestError, match="'mine'") as caught:
                     await anext(llm.generate([4], lasting(2), "mine"))
                 assert caught.value.parameter == "request_id"
+            go_on.set()
             rest = [item async for item in first]
             assert rest[-1].outputs[0].token_ids == answer([1, 2, 3], 40)
             again = [item async for item in llm.generate([4], lasting(2), "mine")]  # the name is free once more
