@@ -62,6 +62,8 @@ class EngineConfig:
         state_memory_share: share of the pools' memory that goes to state slots; 0: chosen from the other settings.
         num_blocks: KV blocks; 0: what fits.
         num_state_slots: state slots for running requests and checkpoints; 0: what fits.
+        async_scheduling: hand a step to the device before the one before it has come back, where that can be planned
+            (no drafts, nobody to admit, no prompt to compute), so that the device does not wait for the host.
         deterministic: one padded size per phase, so that results are equal bits whatever else runs.
         audit: check the cache against fresh recomputation after every step; slow, for tests.
         warm_up: compile every step before the first request; auto: on an accelerator, and not on a CPU. With Pallas
@@ -89,6 +91,7 @@ class EngineConfig:
     state_memory_share: float = 0.0
     num_blocks: int = 0
     num_state_slots: int = 0
+    async_scheduling: bool = True
     deterministic: bool = False
     audit: bool = False
     warm_up: WarmUp = "auto"
@@ -118,7 +121,7 @@ class EngineConfig:
             )
         if self.max_model_len == 1:
             raise SettingError("max_model_len must be 0 or at least 2, a prompt's token and an answer's; got 1")
-        for name in ("deterministic", "audit"):
+        for name in ("async_scheduling", "deterministic", "audit"):
             if not isinstance(getattr(self, name), bool):
                 raise SettingError(f"{name} must be True or False; got {getattr(self, name)!r}")
         if not isinstance(self.warm_up, bool | str) or self.warm_up not in (True, False, "auto"):

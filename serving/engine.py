@@ -1,4 +1,4 @@
-"""The synchronous loop: plan, build, run, cut, commit, emit. One thread owns it.
+"""The loop: plan, build, run, cut, commit, emit. One thread owns it.
 
 Engine composes the scheduler (host books), the runner (device) and one Cutter per request (text and stop rules). It
 says nothing to anybody: `step()` returns what each request got, and the Python API, the async engine and the server
@@ -20,7 +20,7 @@ from gdn_jax.serving.runner.adjust import RowAdjustments
 from gdn_jax.serving.runner.audit import Auditor, AuditSequence
 from gdn_jax.serving.runner.lanes import MAX_BANNED
 from gdn_jax.serving.runner.prompt_scores import ScoredPrompt
-from gdn_jax.serving.runner.runner import RequestSampling, Runner
+from gdn_jax.serving.runner.runner import LaunchedStep, RequestSampling, Runner
 from gdn_jax.serving.runner.sampling import RowSampling
 from gdn_jax.serving.sampling_params import SamplingParams
 from gdn_jax.serving.text.tokenizer import Tokenizer
@@ -58,6 +58,7 @@ class Engine:
         tokenizer: Tokenizer | None,
         end_token_ids: Sequence[int],
         auditor: Auditor | None = None,
+        async_scheduling: bool = False,
     ) -> None:
         """Compose an engine.
 
@@ -67,11 +68,15 @@ class Engine:
             tokenizer: None when text is neither read nor made.
             end_token_ids: the model's end tokens.
             auditor: of the runner's pools; checks them after every step, which is slow.
+            async_scheduling: whether a step is handed to the device before the one before it has come back, where it
+                can be planned by then.
         """
         self._scheduler, self._runner = scheduler, runner
         self._auditor = auditor
         self._tokenizer, self._end_token_ids = tokenizer, tuple(end_token_ids)
         self._live: dict[RequestId, _Live] = {}
+        self._async_scheduling = async_scheduling
+        self._launched: LaunchedStep | None = None  # planned ahead: on the device, and not yet waited for
         self._counts = EngineCounts(accepted_by_position=[0] * scheduler.limits.num_drafts)
         self._has_state = True  # false: a step lost the device state and it could not be made again
 
@@ -181,6 +186,11 @@ class Engine:
         return self._scheduler.has_work
 
     @property
+    def has_step_in_flight(self) -> bool:
+        """Whether the device was handed a step that the next `step` waits for."""
+        return self._launched is not None
+
+    @property
     def has_closing_rows(self) -> bool:
         """Whether a request that ended still waits for the row that saves its last state; the next step runs it."""
         return self._scheduler.num_waiting + self._scheduler.num_running > len(self._live)
@@ -199,18 +209,29 @@ class Engine:
                 and no request has been told.
         """
         self._check_state()
-        plan = self._scheduler.plan()
+        try:
+            return self._step()
+        except InvariantError:
+            self._launched = None  # nobody is to commit it: the books contradict themselves
+            raise
+
+    def _step(self) -> list[EngineOutput]:
+        launched, self._launched = self._launched, None
+        plan = self._scheduler.plan() if launched is None else launched.plan
         if plan is None:
             if self._scheduler.has_work:
                 raise InvariantError("requests are left, and none of them can go on")
             return []
+        ahead = self._scheduler.plan_ahead() if self._async_scheduling else None
         if _LOG.isEnabledFor(logging.DEBUG):
             _LOG.debug("%s", plan)
         self._counts.steps += 1
         try:
             with second_interrupt_passes():  # a device that hangs can be left; books that are open cannot
-                result = self._runner.run(plan)
-        except InvariantError:
+                launched = launched or self._runner.launch(plan)
+                self._launched = self._runner.launch(ahead) if ahead is not None else None
+                result = self._runner.collect(launched)
+        except InvariantError:  # nothing of the device's
             raise
         except Exception:  # whatever the device or its compiler says
             _LOG.exception("a step failed: its requests end, pools and cache start afresh (%s)", plan)
@@ -239,6 +260,8 @@ class Engine:
     def _cut(self, row: RowPlan, result: RowResult) -> tuple[RowCut, TokenOutput | None]:
         """Say where a row ends, and what its client gets, if anything."""
         live = self._live.get(row.request_id)
+        if live is None and row.emits:  # aborted, or ended by the step before: it has run in vain
+            return RowCut(num_kept=0), None
         if not result.finite:  # whatever the row was for, its state and pages may hold NaN: commit publishes neither
             _LOG.error(
                 "request %s (%r): the model's numbers are not finite at tokens %d to %d; it ends here",
@@ -304,6 +327,7 @@ class Engine:
         The device comes first: if it has no memory for new pools, the books stay as they were and nothing goes on.
         """
         self._has_state = False
+        self._launched = None
         try:
             self._runner.reset()
         except Exception as error:

@@ -282,11 +282,18 @@ class LLM:
                 self._engine.withdraw(own_id)
 
     def _abort_left(self) -> None:
-        """Abort what was noted to be left; whoever calls this has the lock."""
+        """Abort what was noted to be left; whoever calls this has the lock.
+
+        A row of it may be in flight, and nobody may ever ask for another step: once all have left, that row is waited
+        for here, so that nothing stays held.
+        """
+        aborted = False
         while self._left:
             own_id = self._left.popleft()
             if self._live.pop(own_id, None) is not None:
-                self._engine.abort(own_id)
+                aborted |= self._engine.abort(own_id)
+        while aborted and not self._live and self._engine.has_step_in_flight:
+            self._engine.step()
 
 
 def _whole(params: SamplingParams) -> SamplingParams:

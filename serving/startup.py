@@ -303,6 +303,7 @@ def _compose(
         tokenizer=tokenizer,
         end_token_ids=tokenizer.end_token_ids,
         auditor=runner.make_auditor() if config.audit else None,
+        async_scheduling=config.async_scheduling,
     )
 
 

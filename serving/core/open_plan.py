@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from gdn_jax.serving.core.checkpoints import Retention
 from gdn_jax.serving.core.holdings import Counts, Holdings, Save
-from gdn_jax.serving.core.plan import Export, Phase, RowPlan, StepPlan
+from gdn_jax.serving.core.plan import NEWEST, Export, Phase, RowPlan, StepPlan
 from gdn_jax.serving.core.request import Request, RequestId, Status
 
 
@@ -49,6 +49,21 @@ class OpenPlan:
         if row is not None:
             self._rows.append(row)
 
+    def add_after(self, row: RowPlan, request: Request) -> None:
+        """Plan the row after one that is in flight and decodes a token, without preempting anybody for it.
+
+        The caller has seen to it that there is a block, should the row need one.
+        """
+        start = row.end
+        if missing := self.missing_after(row, request):
+            self._take_blocks(request, missing)
+        self._save_fold(request, row.start, start - row.start)
+        self._rows.append(self._row(request, Phase.DECODE, start=start, folded=row.start, tokens=(NEWEST,), emits=True))
+
+    def missing_after(self, row: RowPlan, request: Request) -> int:
+        """Return how many blocks the row after one in flight needs beyond those that its request has."""
+        return max(self._holdings.blocks_for(row.end + 1) - len(request.blocks), 0)
+
     def close(self, index: int, counts: Counts) -> StepPlan | None:
         """Reserve slots for the saves and return the plan; None if no row can run."""
         if not self._rows:
@@ -80,10 +95,13 @@ class OpenPlan:
                 missing = holdings.blocks_for(start + 1 + num_drafts) - len(request.blocks)
             if missing > 0 and not self._take_blocks(request, missing):
                 return None
-        if request.publishes and (boundary := self._placement.in_fold(request.folded, request.num_replay)) is not None:
-            self._saves.append(Save(request=request, boundary=boundary, retention=Retention.ROLLING))
+        self._save_fold(request, request.folded, request.num_replay)
         phase = Phase.VERIFY if num_drafts else Phase.DECODE
         return self._row(request, phase, start=start, tokens=(request.tokens[-1],), num_drafts=num_drafts, emits=True)
+
+    def _save_fold(self, request: Request, folded: int, num_replay: int) -> None:
+        if request.publishes and (boundary := self._placement.in_fold(folded, num_replay)) is not None:
+            self._saves.append(Save(request=request, boundary=boundary, retention=Retention.ROLLING))
 
     def _row(
         self,
@@ -92,10 +110,14 @@ class OpenPlan:
         *,
         start: int,
         tokens: tuple[int, ...],
+        folded: int | None = None,
         num_drafts: int = 0,
         emits: bool = False,
     ) -> RowPlan:
-        """Make a row, as yet without exports. It will run: no request planned later can preempt it."""
+        """Make a row, as yet without exports. It will run: no request planned later can preempt it.
+
+        `folded` is what its state will hold by then, if that is not what it holds now.
+        """
         first, request.num_sent_blocks = request.num_sent_blocks, len(request.blocks)
         return RowPlan(
             request_id=request.request_id,
@@ -104,7 +126,7 @@ class OpenPlan:
             num_drafts=num_drafts,
             emits=emits,
             start=start,
-            num_replay=start - request.folded,
+            num_replay=start - (request.folded if folded is None else folded),
             lane=request.lane,
             table_start=first,
             new_blocks=tuple(request.blocks[first:]),

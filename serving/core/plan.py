@@ -15,6 +15,8 @@ from gdn_jax.serving.core.blocks import BlockId
 from gdn_jax.serving.core.checkpoints import Retention, SlotId
 from gdn_jax.serving.core.request import FinishReason, RequestId
 
+NEWEST = -1  # stands for the token that a row's lane emitted last, where the host has not seen it yet
+
 
 class Phase(StrEnum):
     """Which step function runs a row: shapes and kernels differ there, the bookkeeping does not."""
@@ -38,7 +40,7 @@ class RowPlan(NamedTuple):
 
     request_id: RequestId
     phase: Phase
-    tokens: tuple[int, ...]  # the span: known tokens, or the pending token; empty in a closing row
+    tokens: tuple[int, ...]  # the span: known tokens, or the pending token (or NEWEST); empty in a closing row
     num_drafts: int  # drafts of the previous step that are verified here; they stay on the device
     emits: bool  # false while known tokens remain to be computed, and in a closing row
     start: int  # position of the first token; equals folded tokens + num_replay

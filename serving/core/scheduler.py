@@ -35,8 +35,9 @@ class Scheduler:
         self._block_size = placement.block_size
         self._queues = Queues()
         self._admitting = True  # while a plan is made: whether those still waiting may be admitted
+        self._may_admit = True  # whether something came or was freed since a plan could not admit who waits
         self._num_steps = 0
-        self._plan: StepPlan | None = None
+        self._plans: list[StepPlan] = []  # in flight: the one to commit next, and perhaps the one after it
         self.holdings = self._make_holdings()
 
     def _make_holdings(self) -> Holdings:
@@ -101,10 +102,11 @@ class Scheduler:
             needs_history=needs_history,
         )
         self._queues.add(request)
+        self._may_admit = True
         return request
 
     def abort(self, request_id: RequestId) -> bool:
-        """Drop a request for good; return whether it was there. One in the plan in flight goes at its commit."""
+        """Drop a request for good; return whether it was there. One in a plan in flight goes at its commit."""
         request = self._queues.get(request_id)
         if request is None or request.finish is not None:
             return False
@@ -146,6 +148,7 @@ class Scheduler:
         Requests that are running now compute on but publish nothing more, since their states belong to the old cache.
         """
         self.holdings.reset_cache()
+        self._may_admit = True
         for request in self._queues.live():
             request.rolling = None
             request.publishes = False  # a waiting request starts afresh at its admission
@@ -156,12 +159,12 @@ class Scheduler:
         """Take resources for one step; None when no row can run (then nothing is held by a plan).
 
         Raises:
-            InvariantError: the previous plan was neither committed nor failed.
+            InvariantError: a previous plan was neither committed nor failed.
         """
-        if self._plan is not None:
+        if self._plans:
             raise InvariantError("plan() called before the previous plan was committed")
         plan = OpenPlan(self.holdings, self.limits.budget, self._take_blocks)
-        self._admitting = True
+        self._admitting, self._may_admit = True, False
         for request in self._queues.walk(lambda: self._admitting):
             if request.status is Status.WAITING:
                 if not (plan.admits and self._try_admit(request)):
@@ -170,9 +173,51 @@ class Scheduler:
                 if request.status is Status.WAITING:
                     continue  # not ready: those behind it may go first
             plan.add(request)
-        self._plan = plan.close(self._num_steps, self.counts)
-        self._num_steps += self._plan is not None
-        return self._plan
+        self._may_admit |= self._admitting or not plan.admits  # else what is there was too little for who waits
+        return self._close(plan)
+
+    def plan_ahead(self) -> StepPlan | None:
+        """Plan the step after the one in flight, whose tokens are not known yet; None where that takes knowing them.
+
+        It can be told where all that runs decodes one token each, as most steps of an engine without drafts do: a row
+        then begins where the one in flight ends, and reads its token on the device (`NEWEST`). What might change that
+        is left to `plan()`: somebody who may be admitted, a span, a request to preempt. A request that the step in
+        flight ends after all has run in vain; it is held until the commit of this step, which keeps nothing of it.
+
+        Raises:
+            InvariantError: no step is in flight, or two are.
+        """
+        if len(self._plans) != 1:
+            raise InvariantError(f"plan_ahead() called with {len(self._plans)} plans in flight instead of one")
+        if self.limits.num_drafts or (self.num_waiting and self._may_admit):
+            return None
+        rows = {row.request_id: row for row in self._plans[0].rows}
+        plan, num_missing = OpenPlan(self.holdings, 0, self._take_blocks), 0
+        following: list[tuple[Request, RowPlan | None]] = []
+        for request in self._queues.running():
+            row = rows.get(request.request_id)
+            if row is None and request.status is Status.CLOSING:
+                following.append((request, None))
+            elif row is None or row.phase is not Phase.DECODE:
+                return None
+            elif row.emits and request.finish is None and request.num_output + 1 < request.max_tokens:
+                following.append((request, row))
+                num_missing += plan.missing_after(row, request)
+        if num_missing > self.holdings.blocks.num_idle:
+            return None
+        for request, row in following:
+            if row is None:
+                plan.add(request)
+            else:
+                plan.add_after(row, request)
+        return self._close(plan)
+
+    def _close(self, plan: OpenPlan) -> StepPlan | None:
+        closed = plan.close(self._num_steps, self.counts)
+        if closed is not None:
+            self._num_steps += 1
+            self._plans.append(closed)
+        return closed
 
     def _try_admit(self, request: Request) -> bool:
         """Admit a waiting request if it can be; False means that those behind it must wait too."""
@@ -214,6 +259,7 @@ class Scheduler:
             self._drop(request)  # its answer is out already: only a checkpoint is lost
             return
         self.counts.preemptions += 1
+        self._may_admit = True
         self._admitting = False  # nobody behind it is to take what it gave back
         self.holdings.release(request)
         self._queues.stop(request)
@@ -242,12 +288,12 @@ class Scheduler:
         return ended
 
     def _claim(self, plan: StepPlan) -> None:
-        if plan is not self._plan:
-            raise InvariantError("the plan is not the one in flight")
-        self._plan = None
+        if not self._plans or plan is not self._plans[0]:
+            raise InvariantError("the plan is not the one in flight that comes next")
+        self._plans.pop(0)
 
     def _in_flight(self, request: Request) -> bool:
-        return self._plan is not None and any(row.request_id == request.request_id for row in self._plan.rows)
+        return any(row.request_id == request.request_id for plan in self._plans for row in plan.rows)
 
     def _commit_row(self, request: Request, row: RowPlan, result: RowResult, cut: RowCut) -> None:
         holdings = self.holdings
@@ -271,11 +317,15 @@ class Scheduler:
         holdings.publish_blocks(request)
         for export in row.exports:
             holdings.commit_export(request, export, self.counts, stored=export.boundary in result.saved)
-        if request.status is Status.CLOSING:
+        if request.finish is None:
+            return
+        if self._in_flight(request):  # one more row of it runs already, in vain: it ends when that does
+            request.status = Status.CLOSING
+        elif row.tokens:
+            self._end(request)
+        else:
             holdings.publish_slot(request, self.counts)
             self._drop(request)
-        elif request.finish is not None:
-            self._end(request)
 
     def _end(self, request: Request) -> None:
         """Save the turn end, now or in a closing row, and free the rest."""
@@ -291,6 +341,8 @@ class Scheduler:
     def fail(self, plan: StepPlan, *, ends_rows: bool = True) -> list[Request]:
         """Give up a step that raised: its rows end, other requests go back to waiting, pools and cache start afresh.
 
+        A step planned ahead of it is given up too; its rows are the same requests'.
+
         The device state was donated to the step and is lost with it; the caller rebuilds it.
 
         Args:
@@ -301,6 +353,8 @@ class Scheduler:
             The requests that ended: those of the plan's rows, if they do.
         """
         self._claim(plan)
+        self._plans.clear()
+        self._may_admit = True
         rows = {row.request_id for row in plan.rows if ends_rows}
         self.holdings = self._make_holdings()
         for request in self._queues.live():
@@ -322,9 +376,10 @@ class Scheduler:
         if request.status is not Status.WAITING:
             self.holdings.release(request)
         self._queues.drop(request)
+        self._may_admit = True
 
     def check(self) -> None:
         """Raise InvariantError unless the books agree with what the requests hold."""
-        rows = self._plan.rows if self._plan is not None else ()
+        rows = [row for plan in self._plans for row in plan.rows]
         self.holdings.check(self.running(), [export for row in rows for export in row.exports])
         self._queues.check()

@@ -50,11 +50,13 @@ class DeviceState:
 
     Attributes:
         model: state slots, KV pages and replay windows.
-        drafts: by lane, the tokens guessed to follow the pending one.
+        newest: by lane, the token that a row of it emitted last.
+        drafts: by lane, the tokens guessed to follow that one.
         history: by lane, what the sequences hold, for penalties and bad words.
     """
 
     model: ModelState
+    newest: Int[Array, "lanes 1"]
     drafts: Int[Array, "lanes k"]
     history: LaneHistory
 
@@ -79,6 +81,7 @@ def make_device_state(config: ModelConfig, sizes: PoolSizes, *, dtype: jnp.dtype
     )
     return DeviceState(
         model=model,
+        newest=jnp.zeros((sizes.num_lanes, 1), jnp.int32),
         drafts=jnp.zeros((sizes.num_lanes, sizes.num_drafts), jnp.int32),
         history=make_history(sizes.num_lanes, config.vocab_size),
     )

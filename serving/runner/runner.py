@@ -57,6 +57,24 @@ class RequestSampling:
     num_prompt: int = 0
 
 
+_Call = tuple[Sequence[RowPlan], Array]  # rows, and the words that the device says of them
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchedStep:
+    """A step that the device has been told of.
+
+    Attributes:
+        plan: its rows.
+        calls: of step functions, by phase.
+        scored: calls that score the prompts of some of the rows.
+    """
+
+    plan: StepPlan
+    calls: tuple[_Call, ...]
+    scored: tuple[_Call, ...]
+
+
 class Runner:
     """Owns the device side of an engine."""
 
@@ -146,16 +164,21 @@ class Runner:
             self._lanes.release(lane)
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Run a plan's rows, phase by phase, and wait for the results.
+        """Run a plan's rows and wait for the results."""
+        return self.collect(self.launch(plan))
 
-        Rows of one plan never read what others write, so the phases' order does not matter.
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Hand a plan's rows to the device, phase by phase, and wait for nothing.
+
+        Rows of one plan never read what others write, so the phases' order does not matter. The next plan may be
+        launched before this one is collected; the device runs them in order.
         """
         for row in plan.rows:
             if row.table_start == 0 and row.new_blocks:
                 self._assign_lane(row)
             self._tables.extend(row)
-        calls: list[tuple[Sequence[RowPlan], Array]] = []
-        scored: list[tuple[Sequence[RowPlan], Array]] = []
+        calls: list[_Call] = []
+        scored: list[_Call] = []
         prefill = [row for row in plan.rows if row.phase is Phase.PREFILL]
         for group in prefill_groups(prefill, self._buckets):
             words, hidden = self._prefill(self._prefill_inputs(group, self._buckets))
@@ -165,16 +188,20 @@ class Runner:
         advance = [row for row in plan.rows if row.phase is not Phase.PREFILL]
         if advance:
             calls.append((advance, self._advance(self._advance_inputs(advance, self._buckets))))
-        on_host = jax.device_get([words for _, words in [*calls, *scored]])
+        return LaunchedStep(plan=plan, calls=tuple(calls), scored=tuple(scored))
+
+    def collect(self, step: LaunchedStep) -> StepResult:
+        """Wait for a step's results."""
+        on_host = jax.device_get([words for _, words in [*step.calls, *step.scored]])
         results: dict[RequestId, RowResult] = {}
-        for (rows, _), words in zip(calls, on_host, strict=False):
+        for (rows, _), words in zip(step.calls, on_host, strict=False):
             window = 1 if rows[0].phase is Phase.PREFILL else self._sizes.window
             outputs = unpack(words, window=window, num_top=self._static.num_top)
             results |= zip((row.request_id for row in rows), self._results(rows, outputs), strict=True)
-        for (rows, _), words in zip(scored, on_host[len(calls) :], strict=True):
+        for (rows, _), words in zip(step.scored, on_host[len(step.calls) :], strict=True):
             for request_id, found in prompt_logprobs(rows, self._scored, words, self._static.num_top):
                 results[request_id] = results[request_id]._replace(prompt_logprobs=found)
-        return StepResult(rows=tuple(results[row.request_id] for row in plan.rows))
+        return StepResult(rows=tuple(results[row.request_id] for row in step.plan.rows))
 
     def _assign_lane(self, row: RowPlan) -> None:
         request = self._requests.get(row.request_id)

@@ -24,6 +24,7 @@ from jaxtyping import Array, Bool, Float, Int
 from gdn_jax.kernels.anchors import NULL_SLOT, AnyArray, load_slots
 from gdn_jax.kernels.lanes import gather_lanes, scatter_lanes
 from gdn_jax.model import LanguageModel
+from gdn_jax.serving.core.plan import NEWEST
 from gdn_jax.serving.runner.accept import count_standing
 from gdn_jax.serving.runner.adjust import LaneHistory, adjust_logits, extend_history
 from gdn_jax.serving.runner.draft import Pending, make_drafts, prefill_entries, verified_entries
@@ -117,7 +118,7 @@ def prefill_step(
     )
     # No rounds where all rows are in the midst of their prompts; a loop that may not run costs no copy of the pages.
     rounds = jnp.where(sampling.emits.any(), state.drafts.shape[1], 0)
-    state = replace(state, model=after, history=_extended(state, sampling, emitted))
+    state = replace(_kept(state, pending), model=after, history=_extended(state, sampling, emitted))
     state = _draft(static, model, state, pending, sampling, rounds)
     return _pack(after, emitted), hidden, state
 
@@ -130,7 +131,9 @@ def advance_step(
     batch, sampling = inputs.unpack()
     model, rows = static.model(params), batch.rows
     is_new = rows.is_new(batch.token_ids.shape[1])
-    window = jnp.concatenate([batch.token_ids[:, :1], gather_lanes(state.drafts, batch.lane)], axis=1)
+    known = batch.token_ids[:, :1]
+    first = jnp.where(known == NEWEST, gather_lanes(state.newest, batch.lane), known)
+    window = jnp.concatenate([first, gather_lanes(state.drafts, batch.lane)], axis=1)
     batch = replace(batch, token_ids=jnp.where(is_new, window, 0))
     hidden, after = model.decoder.advance(batch, state.model)
     position, adjust = rows.positions(hidden.shape[1]) + 1, _adjuster(sampling, state, batch.token_ids[:, 1:])
@@ -157,7 +160,7 @@ def advance_step(
         block_tables=batch.block_tables,
     )
     rounds = state.drafts.shape[1]
-    state = replace(state, model=after, history=_extended(state, sampling, emitted))
+    state = replace(_kept(state, pending), model=after, history=_extended(state, sampling, emitted))
     state = _draft(static, model, state, pending, sampling, rounds)
     return _pack(after, emitted), state
 
@@ -199,6 +202,13 @@ def _adjuster(
         return None
     places = jnp.arange(1 + proposed.shape[1]) if num_before is None else num_before
     return partial(adjust_logits, rows=sampling, history=state.history, after=proposed, num_after=places)
+
+
+def _kept(state: DeviceState, pending: Pending) -> DeviceState:
+    """Return the state with the newest token of each row that emits, for a step that the host plans without it."""
+    num_lanes = state.newest.shape[0]
+    lane = jnp.where(pending.num_new > 0, pending.lane, num_lanes)  # past the end nothing is stored
+    return replace(state, newest=scatter_lanes(state.newest, lane, pending.token[:, None]))
 
 
 def _extended(state: DeviceState, sampling: SampledRows, emitted: _Emitted) -> LaneHistory:

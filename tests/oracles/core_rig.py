@@ -14,7 +14,7 @@ from oracles.tell_tale import TellTaleError, TellTaleRunner, next_token
 
 from gdn_jax.serving.core.limits import Limits
 from gdn_jax.serving.core.placement import CacheMode, Placement
-from gdn_jax.serving.core.plan import Phase, RowCut, RowPlan, RowResult, StepPlan
+from gdn_jax.serving.core.plan import NEWEST, Phase, RowCut, RowPlan, RowResult, StepPlan, StepResult
 from gdn_jax.serving.core.request import FinishReason, Request, RequestId, Status
 from gdn_jax.serving.core.scheduler import Scheduler
 
@@ -38,6 +38,7 @@ class CoreRig:
         vocabulary: tokens are 0..vocabulary - 1.
         salts: cache salts in use, for the audit.
         draft: makes drafts from a prefix; by default a third of the guesses are wrong.
+        plans_ahead: whether a step is planned and run before the one before it is committed, where that can be told.
     """
 
     mode: CacheMode = CacheMode.ALL
@@ -52,6 +53,7 @@ class CoreRig:
     vocabulary: int = 2
     salts: tuple[bytes, ...] = (b"",)
     draft: Callable[[tuple[int, ...], int], list[int]] | None = None
+    plans_ahead: bool = False
     stops: dict[RequestId, bool] = field(default_factory=dict)  # ends at STOP_TOKEN
     outputs: dict[RequestId, list[int]] = field(default_factory=dict)
     ended: dict[RequestId, Request] = field(default_factory=dict)
@@ -72,6 +74,7 @@ class CoreRig:
 
     def make_runner(self) -> None:
         """Start a device that holds nothing."""
+        self.launched: tuple[StepPlan, StepResult] | None = None  # a step that ran before the last one was committed
         self.runner = TellTaleRunner(
             block_size=self.block_size,
             vocabulary=self.vocabulary,
@@ -144,14 +147,12 @@ class CoreRig:
             reset: reset the cache while the step runs.
             broken: the numbers of this request's row go wrong on the device.
         """
-        plan = self.scheduler.plan()
-        self.scheduler.check()
-        self._wipe()
-        if plan is None:
+        launched, self.launched = self.launched or self._launch(self.scheduler.plan(), broken), None
+        if launched is None:
             return None
-        self.plans.append(plan)
-        self._check_rows(plan)
-        result = self.runner.run(plan, broken=broken)
+        if self.plans_ahead:
+            self.launched = self._launch(self.scheduler.plan_ahead(), broken)
+        plan, result = launched
         if abort is not None:
             self.scheduler.abort(RequestId(abort))
         if reset:
@@ -168,11 +169,23 @@ class CoreRig:
         self.runner.audit(self.scheduler)
         return plan
 
-    def fail_step(self, *, ends_rows: bool = True) -> list[Request] | None:
-        """Plan a step that raises on the device; return the requests that end with it, or None without a plan."""
-        plan = self.scheduler.plan()
+    def _launch(self, plan: StepPlan | None, broken: str | None) -> tuple[StepPlan, StepResult] | None:
+        """Check a plan and run it at once: the device knows nothing of what is not committed yet."""
+        self.scheduler.check()
+        self._wipe()
         if plan is None:
             return None
+        self.plans.append(plan)
+        self._check_rows(plan)
+        return plan, self.runner.run(plan, broken=broken)
+
+    def fail_step(self, *, ends_rows: bool = True) -> list[Request] | None:
+        """Plan a step that raises on the device; return the requests that end with it, or None without a plan."""
+        plan = self.launched[0] if self.launched is not None else self.scheduler.plan()
+        if plan is None:
+            return None
+        if self.plans_ahead:
+            self.scheduler.plan_ahead()
         ended = self.scheduler.fail(plan, ends_rows=ends_rows)
         self.make_runner()
         self.scheduler.check()
@@ -227,10 +240,11 @@ class CoreRig:
                     raise TellTaleError(f"{row.request_id} writes to block {block}, which is shared: {plan}")
 
     def _check_row(self, row: RowPlan, request: Request) -> None:
-        known, size = request.num_known, self.block_size
+        is_ahead = row.tokens == (NEWEST,)  # then the row before it is not committed, and has emitted one token more
+        known, size = request.num_known + is_ahead, self.block_size
         is_told = row.table_start == 0 and request.needs_history
         assert row.history == (tuple(request.tokens) if is_told else ()), f"not the tokens so far: {row}"
-        assert row.start - row.num_replay == request.folded
+        assert row.start - row.num_replay == (known - 2 if is_ahead else request.folded)
         if row.phase is Phase.PREFILL:
             assert row.tokens, f"an empty span: {row}"
             assert row.tokens == tuple(request.tokens[row.start : row.end]), f"other tokens than the request's: {row}"
@@ -240,8 +254,8 @@ class CoreRig:
         elif row.tokens:
             assert row.emits
             assert row.start == known - 1, f"the pending token is the {known - 1}th: {row}"
-            assert row.tokens == (request.tokens[-1],)
-            assert request.num_output + row.num_drafts < request.max_tokens, f"drafts past max_tokens: {row}"
+            assert is_ahead or row.tokens == (request.tokens[-1],)
+            assert request.num_output + is_ahead + row.num_drafts < request.max_tokens, f"drafts past max_tokens: {row}"
             assert (row.phase is Phase.VERIFY) == (row.num_drafts > 0)
         else:
             assert request.status is Status.CLOSING
@@ -249,17 +263,27 @@ class CoreRig:
             assert not row.exports
 
     def _check_states(self) -> None:
-        """The state at each running request's read anchor holds exactly its first `folded` tokens."""
+        """The state at each running request's read anchor holds exactly its first `folded` tokens.
+
+        Where a row that is not committed has run, it holds those that this row folded, if its numbers did not go wrong.
+        """
+        folds, broken = dict[RequestId, int](), set[RequestId]()
+        if self.launched is not None:
+            for row, result in zip(self.launched[0].rows, self.launched[1].rows, strict=True):
+                folds[row.request_id] = row.start
+                broken |= set() if result.finite else {row.request_id}
         for request in self.scheduler.running():
-            if request.read_anchor:
+            if request.read_anchor and request.request_id not in broken:
+                folded = folds.get(request.request_id, request.folded)
                 state = self.runner.slots.get(request.read_anchor, ())
-                if list(state) != request.tokens[: request.folded] or len(state) != request.folded:
-                    raise TellTaleError(f"{request.request_id} has {state} in its state, not {request.folded} tokens")
+                if list(state) != request.tokens[:folded] or len(state) != folded:
+                    raise TellTaleError(f"{request.request_id} has {state} in its state, not {folded} tokens")
 
     def _wipe(self) -> None:
         """Forget the content of every slot and page that nobody owns."""
         holdings, running = self.scheduler.holdings, self.scheduler.running()
         slots = {*holdings.checkpoints.names().values(), *(r.slot for r in running), *(r.pinned for r in running)}
+        slots |= {export.slot for plan in self.scheduler._plans for row in plan.rows for export in row.exports}
         pages = {*holdings.blocks.names().values(), *(block for request in running for block in request.blocks)}
         for gone in self.runner.slots.keys() - slots:
             del self.runner.slots[gone]

@@ -21,13 +21,13 @@ from gdn_jax import LLM, RequestOutput, SamplingParams
 from gdn_jax.model import LanguageModel
 from gdn_jax.serving import startup
 from gdn_jax.serving.config import EngineConfig
-from gdn_jax.serving.core.plan import StepPlan, StepResult
+from gdn_jax.serving.core.plan import StepPlan
 from gdn_jax.serving.core.scheduler import Scheduler
 from gdn_jax.serving.engine_types import EngineOutput, EngineStats
 from gdn_jax.serving.runner import runner as runner_module
 from gdn_jax.serving.runner.buckets import Buckets, make_buckets
 from gdn_jax.serving.runner.pools import PoolSizes
-from gdn_jax.serving.runner.runner import Runner
+from gdn_jax.serving.runner.runner import LaunchedStep, Runner
 from gdn_jax.state import KVPages, ModelState
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
@@ -152,13 +152,13 @@ def record_plans(llm: LLM) -> list[StepPlan]:
     """Keep every plan that runs from now on."""
     plans: list[StepPlan] = []
     runner = runner_of(llm)
-    run = runner.run
+    launch = runner.launch
 
-    def keep(plan: StepPlan) -> StepResult:
+    def keep(plan: StepPlan) -> LaunchedStep:
         plans.append(plan)
-        return run(plan)
+        return launch(plan)
 
-    runner.run = keep  # type: ignore[method-assign]
+    runner.launch = keep  # type: ignore[method-assign]
     return plans
 
 

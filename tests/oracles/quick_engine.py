@@ -24,7 +24,7 @@ from gdn_jax.serving.core.request import RequestId
 from gdn_jax.serving.core.scheduler import Scheduler
 from gdn_jax.serving.engine import Engine
 from gdn_jax.serving.runner.memory import MemoryPlan
-from gdn_jax.serving.runner.runner import RequestSampling, Runner
+from gdn_jax.serving.runner.runner import LaunchedStep, RequestSampling, Runner
 from gdn_jax.serving.startup import EngineParts
 from gdn_jax.serving.text.chat_template import ChatTemplate
 from gdn_jax.serving.text.tokenizer import Tokenizer
@@ -42,7 +42,7 @@ class QuickRunner(Runner):
         is_finite: of a row; every row is by default.
         step_error: raised by the next step.
         reset_error: raised by every reset while it is set.
-        before_step: called at the start of every step.
+        before_step: called for every step, when its results are waited for.
     """
 
     def __init__(self, *, num_drafts: int = 0) -> None:
@@ -72,6 +72,7 @@ class QuickRunner(Runner):
         """Start with nothing on the device."""
         if self.reset_error is not None:
             raise self.reset_error
+        self._results: dict[int, tuple[RowResult, ...]] = {}  # of steps not collected, by plan
         self.tell_tale = TellTaleRunner(block_size=BLOCK, vocabulary=VOCABULARY, num_drafts=self._num_drafts)
 
     @property
@@ -87,14 +88,19 @@ class QuickRunner(Runner):
         """Drop what is known of a request, if anything."""
         self.known.pop(request_id, None)
 
-    def run(self, plan: StepPlan) -> StepResult:
-        """Run a plan, as the tests arranged it."""
-        self.before_step(plan)
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Run a plan at once: the device waits for nobody."""
+        self._results[plan.index] = self.tell_tale.run(plan).rows
+        return LaunchedStep(plan=plan, calls=(), scored=())
+
+    def collect(self, step: LaunchedStep) -> StepResult:
+        """Say what became of a plan, as the tests arranged it."""
+        self.before_step(step.plan)
         if self.step_error is not None:
             error, self.step_error = self.step_error, None
             raise error
-        rows = self.tell_tale.run(plan).rows
-        return StepResult(rows=tuple(self._report(*pair) for pair in zip(plan.rows, rows, strict=True)))
+        rows = self._results.pop(step.plan.index)
+        return StepResult(rows=tuple(self._report(*pair) for pair in zip(step.plan.rows, rows, strict=True)))
 
     def _report(self, row: RowPlan, result: RowResult) -> RowResult:
         sampling = self.known.get(row.request_id)
@@ -125,6 +131,7 @@ def make_parts(
     max_model_len: int = 256,
     num_drafts: int = 0,
     mode: CacheMode = CacheMode.ALL,
+    async_scheduling: bool = True,
 ) -> EngineParts:
     """Compose an engine and what the API reads beside it."""
     config = ModelConfig.from_folder(FOLDER)
@@ -140,7 +147,11 @@ def make_parts(
     scheduler = Scheduler(limits, Placement(mode=mode, block_size=BLOCK, state_interval=2 * BLOCK))
     return EngineParts(
         engine=Engine(
-            scheduler, QuickRunner(num_drafts=num_drafts), tokenizer=tokenizer, end_token_ids=tokenizer.end_token_ids
+            scheduler,
+            QuickRunner(num_drafts=num_drafts),
+            tokenizer=tokenizer,
+            end_token_ids=tokenizer.end_token_ids,
+            async_scheduling=async_scheduling,
         ),
         model_config=config,
         tokenizer=tokenizer,

@@ -19,6 +19,7 @@ from oracles.markov import NUM_TOKENS, SIZES
 from gdn_jax import LLM, RequestOutput
 from gdn_jax.serving.core.plan import Phase, RowPlan, StepPlan, StepResult
 from gdn_jax.serving.runner.buckets import Buckets
+from gdn_jax.serving.runner.runner import LaunchedStep
 
 DEPTHS = (1, 2, 3, 4)  # drafts per step
 _CLEAR = 1e-3  # a gap between first and second choice that float32 sees as float64 does
@@ -72,17 +73,17 @@ def record_windows(llm: LLM) -> list[Window]:
     """Keep what every decode and verify row does from now on."""
     windows: list[Window] = []
     scheduler, runner = scheduler_of(llm), runner_of(llm)
-    run = runner.run
+    collect = runner.collect
 
-    def keep(plan: StepPlan) -> StepResult:
-        known = [tuple(scheduler.get(row.request_id).tokens) for row in plan.rows]
-        result = run(plan)
-        for row, before, after in zip(plan.rows, known, result.rows, strict=True):
+    def keep(step: LaunchedStep) -> StepResult:
+        known = [tuple(scheduler.get(row.request_id).tokens) for row in step.plan.rows]
+        result = collect(step)
+        for row, before, after in zip(step.plan.rows, known, result.rows, strict=True):
             if row.phase is not Phase.PREFILL and row.emits:
                 windows.append(Window(row.request_id, before, row.num_drafts, after.tokens, after.num_drafts))
         return result
 
-    runner.run = keep  # type: ignore[method-assign]
+    runner.collect = keep  # type: ignore[method-assign]
     return windows
 
 
@@ -94,13 +95,13 @@ def accepted(windows: Sequence[Window]) -> list[int]:
 def limit_drafts(llm: LLM, limit: Callable[[], int]) -> None:
     """Cut the drafts of every row to what `limit` says, as if the head had made no more; it is asked row by row."""
     runner = runner_of(llm)
-    run = runner.run
+    collect = runner.collect
 
-    def cut(plan: StepPlan) -> StepResult:
-        rows = run(plan).rows
+    def cut(step: LaunchedStep) -> StepResult:
+        rows = collect(step).rows
         return StepResult(rows=tuple(row._replace(num_drafts=min(row.num_drafts, limit())) for row in rows))
 
-    runner.run = cut  # type: ignore[method-assign]
+    runner.collect = cut  # type: ignore[method-assign]
 
 
 class DraftOracle(Oracle):
@@ -193,7 +194,7 @@ def force_drafts(llm: LLM, texts: Sequence[Sequence[int]], num_right: Callable[[
         num_right: how many leading drafts of a row are to be right; the one after them is wrong.
     """
     scheduler, runner = scheduler_of(llm), runner_of(llm)
-    run = runner.run
+    launch = runner.launch
 
     def drafts_for(row: RowPlan) -> list[int]:
         known = scheduler.get(row.request_id).tokens
@@ -201,12 +202,12 @@ def force_drafts(llm: LLM, texts: Sequence[Sequence[int]], num_right: Callable[[
         right = text[len(known) : row.end]
         return [token if index < num_right(row) else (token + 1) % 256 for index, token in enumerate(right)]
 
-    def forced(plan: StepPlan) -> StepResult:
+    def forced(plan: StepPlan) -> LaunchedStep:
         drafts = np.array(runner.device.drafts)
         for row in plan.rows:
             if row.num_drafts:
                 drafts[row.lane, : row.num_drafts] = drafts_for(row)
         runner._device = replace(runner.device, drafts=jnp.asarray(drafts))
-        return run(plan)
+        return launch(plan)
 
-    runner.run = forced  # type: ignore[method-assign]
+    runner.launch = forced  # type: ignore[method-assign]

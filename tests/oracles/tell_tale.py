@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import sha256
 
-from gdn_jax.serving.core.plan import Phase, RowPlan, RowResult, StepPlan, StepResult
+from gdn_jax.serving.core.plan import NEWEST, Phase, RowPlan, RowResult, StepPlan, StepResult
 from gdn_jax.serving.core.scheduler import Scheduler
 
 
@@ -45,7 +45,7 @@ class TellTaleRunner:
     tables: dict[int, list[int]] = field(default_factory=dict)
     windows: dict[int, list[int]] = field(default_factory=dict)  # replay windows by lane
     drafts: dict[int, list[int]] = field(default_factory=dict)  # by lane
-    emitted: set[int] = field(default_factory=set)  # lanes whose newest token a row of theirs emitted
+    newest: dict[int, int] = field(default_factory=dict)  # by lane, the token that a row of it emitted last
     salts: tuple[bytes, ...] = (b"",)  # cache salts in use, for the audit
     num_accepted: int = 0
     audited: dict[bytes, object] = field(default_factory=dict)  # content last found right, by name
@@ -135,6 +135,8 @@ class TellTaleRunner:
             raise TellTaleError(f"{row.request_id} expects {folded} tokens in its state, found {len(state)}")
         if row.phase is Phase.PREFILL:
             return self._prefill(row, table, state, writes)
+        if row.tokens == (NEWEST,) and state and min(state) < 0:
+            return self._run_in_vain(row, table, writes)
         return self._advance(row, table, state, writes)
 
     def _extend_table(self, row: RowPlan) -> list[int]:
@@ -142,7 +144,7 @@ class TellTaleRunner:
         if row.table_start == 0:
             table.clear()
             self.windows[row.lane], self.drafts[row.lane] = [], []
-            self.emitted.discard(row.lane)
+            self.newest.pop(row.lane, None)
         if row.table_start != len(table):
             raise TellTaleError(f"{row.request_id}: new blocks start at {row.table_start}, the table has {len(table)}")
         table.extend(row.new_blocks)
@@ -169,7 +171,7 @@ class TellTaleRunner:
         writes[row.write_anchor] = after
         tokens = (next_token(after, self.vocabulary),) if row.emits else ()
         if tokens:  # a drafter makes its own entry of the token here, and needs it from then on
-            self.emitted.add(row.lane)
+            self.newest[row.lane] = tokens[0]
         drafts = self._make_drafts(row, (*after, *tokens)) if tokens else 0
         return RowResult(tokens=tokens, saved=tuple(saved), num_drafts=drafts)
 
@@ -191,12 +193,12 @@ class TellTaleRunner:
         writes[row.write_anchor] = folded
         if not row.tokens:
             return RowResult(tokens=(), saved=tuple(saved))
-        if row.lane not in self.emitted:
+        if row.lane not in self.newest:
             raise TellTaleError(f"{row.request_id} decodes a token that no row of its lane emitted")
         drafts = self.drafts[row.lane][: row.num_drafts]
         if len(drafts) < row.num_drafts:
             raise TellTaleError(f"{row.request_id} verifies {row.num_drafts} drafts, {len(drafts)} are at hand")
-        span = (*row.tokens, *drafts)
+        span = (self.newest[row.lane] if row.tokens == (NEWEST,) else row.tokens[0], *drafts)
         self._write(table, row.start, span)
         self.windows[row.lane] = list(span)
         emitted: list[int] = []
@@ -207,8 +209,16 @@ class TellTaleRunner:
             if count == len(span) or emitted[-1] != span[count]:
                 break
             self.num_accepted += 1
-        made = self._make_drafts(row, (*folded, row.tokens[0], *emitted))
+        self.newest[row.lane] = emitted[-1]
+        made = self._make_drafts(row, (*folded, span[0], *emitted))
         return RowResult(tokens=tuple(emitted), saved=tuple(saved), num_drafts=made)
+
+    def _run_in_vain(self, row: RowPlan, table: list[int], writes: dict[int, tuple[int, ...]]) -> RowResult:
+        """Run a row planned ahead whose request's numbers went wrong in the step before: they stay wrong."""
+        for slot, length in ((row.write_anchor, row.start), *((one.slot, one.boundary) for one in row.exports)):
+            writes[slot] = (-1,) * length
+        self._write(table, row.start, (-1,))
+        return RowResult(tokens=(0,), saved=tuple(export.boundary for export in row.exports), finite=False)
 
     def _make_drafts(self, row: RowPlan, known: tuple[int, ...]) -> int:
         if self.num_drafts == 0:

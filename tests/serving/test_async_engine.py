@@ -120,6 +120,8 @@ def test_leaving_frees_everything() -> None:
         await anext(stream)
         await stream.aclose()
         go_on.set()
+        while await rig.engine.call(lambda engine: engine.has_work):  # the step in flight
+            pass
         stats = await rig.engine.call(lambda engine: engine.stats())
         assert (stats.running, stats.waiting, stats.blocks_used, stats.aborted_requests) == (0, 0, 0, 2)
         await rig.engine.call(audit)

@@ -90,6 +90,8 @@ def test_leaving_or_cancelling_frees_everything():
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
+            while await llm._engine.call(lambda engine: engine.has_work):  # the step in flight
+                pass
             stats = await llm.stats()
             assert (stats.waiting, stats.running, stats.blocks_used, stats.slots_used) == (0, 0, 0, 0)
             assert len(await last(llm, "still here")) == 8

@@ -186,11 +186,11 @@ def test_an_answer_that_failed_ends_with_exit_code_1_after_the_others(monkeypatc
 
 
 def test_a_device_that_is_lost_is_one_line_and_exit_code_1(monkeypatch, capsys):
-    def lose(self, plan):
+    def lose(self, launched):
         self.reset_error = MemoryError("no room")
         raise RuntimeError("lost")
 
-    monkeypatch.setattr(QuickRunner, "run", lose)
+    monkeypatch.setattr(QuickRunner, "collect", lose)
     code, _ = run_quickly(monkeypatch, "--prompt", "ab", "--quiet")
     assert code == 1
     assert "no room" in capsys.readouterr().err.splitlines()[-1]

@@ -102,7 +102,7 @@ def test_a_non_finite_row_ends_its_request_alone_and_publishes_nothing_of_that_s
 
     runner.is_finite = is_finite
     done = run(engine)
-    assert len(seen) == 1  # it ends with the first such row
+    assert seen[1:] in ([], [seen[0] + 1])  # it ends with the first such row; one planned ahead has run in vain
     assert done["bad"][1] == "error"
     assert done["bad"][0] == answer(LONG, 12)[: len(done["bad"][0])]
     assert done["good"] == (answer(OTHER, 12), "length")

@@ -19,7 +19,7 @@ from gdn_jax import LLM
 from gdn_jax.model import LanguageModel
 from gdn_jax.serving import startup
 from gdn_jax.serving.core.plan import Phase, StepPlan, StepResult
-from gdn_jax.serving.runner.runner import Runner
+from gdn_jax.serving.runner.runner import LaunchedStep, Runner
 
 REFERENCE = ("tiny-next-dense", "tiny-next-moe", "tiny-q35-dense", "tiny-q35-moe", "tiny-q35-moe-fp8")
 NUM_TOKENS = 32
@@ -47,19 +47,21 @@ class Rounds:
         self.drafts: list[list[int]] = []
         self.accepted: list[int] = []
         runner = runner_of(llm)
-        run = type(runner).run.__get__(runner)
+        launch, collect = (getattr(type(runner), name).__get__(runner) for name in ("launch", "collect"))
 
-        def keep(plan: StepPlan) -> StepResult:
+        def keep(plan: StepPlan) -> LaunchedStep:
             (row,) = plan.rows
-            drafts = np.asarray(runner.device.drafts)[row.lane, :depth].tolist()
-            result = run(plan)
             if row.phase is Phase.VERIFY:
-                self.drafts.append(drafts)
-                self.accepted.append(len(result.rows[0].tokens) - 1)
-            (found,) = result.rows
+                self.drafts.append(np.asarray(runner.device.drafts)[row.lane, :depth].tolist())
+            return launch(plan)
+
+        def count(step: LaunchedStep) -> StepResult:
+            (found,) = collect(step).rows
+            if step.plan.rows[0].phase is Phase.VERIFY:
+                self.accepted.append(len(found.tokens) - 1)
             return StepResult(rows=(found._replace(num_drafts=min(found.num_drafts, depth)),))
 
-        runner.run = keep  # type: ignore[method-assign]
+        runner.launch, runner.collect = keep, count  # type: ignore[method-assign]
 
 
 def check(folder: Path, depth: int, length: int) -> None:

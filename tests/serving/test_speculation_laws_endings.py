@@ -293,15 +293,15 @@ def test_a_stream_left_in_the_middle_frees_everything_and_the_same_prompt_then_a
 def during_step(llm: LLM, number: int, act: Callable[[], object]) -> None:
     """Do something while the device runs the given step of those to come, counted from 0."""
     runner = llm._engine._runner
-    run, count = runner.run, iter(range(10**6))
+    collect, count = runner.collect, iter(range(10**6))
 
-    def acting(plan: Any) -> Any:
-        result = run(plan)
+    def acting(launched: Any) -> Any:
+        result = collect(launched)
         if next(count) == number:
             act()
         return result
 
-    runner.run = acting  # type: ignore[method-assign]
+    runner.collect = acting  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("number", range(5))

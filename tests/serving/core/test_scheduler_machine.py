@@ -23,6 +23,7 @@ class CoreMachine(RuleBasedStateMachine):
         budget=st.integers(4, 20),
         num_drafts=st.integers(0, 3),
         interval=st.sampled_from([4, 8, 12]),
+        plans_ahead=st.booleans(),
     )
     def start(self, **sizes) -> None:
         self.rig = CoreRig(salts=(b"", b"other"), max_model_len=40, **sizes)
