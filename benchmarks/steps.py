@@ -3,11 +3,11 @@
     python -m benchmarks.steps
     python -m benchmarks.steps --model configs/models/qwen3.5-9b --batches 1 --profile runs/profile
 
-`ms` is a step that waits for nothing (many are queued, the last one is waited for). The engine hands a step over before it
-brings the tokens of the one before to the host (`ms one ahead`); where the next step depends on those tokens it waits for
-them first (`ms with transfer`). `floor` is the time in which a copy of the same run
-would move what a step must: weights once, each state read and written once, keys and values read once. With `--profile`
-a few more steps are traced, and the result says what they consist of.
+`ms` is a step that waits for nothing (many are queued, the last one is waited for). The engine hands a step over before
+it brings the tokens of the one before to the host (`ms one ahead`); where the next step depends on those tokens it
+waits for them first (`ms with transfer`). `floor` is the time in which a copy of the same run would move what a step
+must: weights once, each state read and written once, keys and values read once. With `--profile` a few more steps are
+traced, and the result says what they consist of.
 """
 
 import logging

@@ -2,7 +2,8 @@
 
 One program reads one part of a row's pages for one KV head and attends with all queries that read that head, as
 `mosaic_pages.py` says. Each part leaves its result and the logarithm of its sum of weights, both float32, and
-`mosaic_combine.py` weighs the parts of a row (flash decoding).
+`mosaic_combine.py` weighs the parts of a row (flash decoding). Where tables are too narrow for a row to be split, its
+one part leaves the row's result itself, which is what weighing it alone would give.
 
 Scores, softmax and sums are float32; both products take operands in the pages' dtype, so softmax weights are rounded to
 it, as in `plain.py`. Where a row is cut depends on its own length and on static sizes alone.
@@ -87,8 +88,9 @@ def paged_attention_advance(
     packed = packed.reshape(num_rows, kv_heads, queries, width)
     packed = jnp.pad(packed, ((0, 0), (0, 0), (0, tiles.query_tiles * tiles.tile_queries - queries), (0, 0)))
     plan = Plan(group=group, first_key=first_key, tiles=tiles, interpret=interpret)
-    parts = _attend_parts(packed, k_pages, v_pages, block_tables, start, num_keys, plan)
-    out = combine_parts(*parts, num_keys, rows.num_new, group, q.dtype, tiles)
+    out, weight = _attend_parts(packed, k_pages, v_pages, block_tables, start, num_keys, rows.num_new, plan)
+    if weight is not None:
+        out = combine_parts(out, weight, num_keys, rows.num_new, group, q.dtype, tiles)
     out = out[:, :, :queries].reshape(num_rows, kv_heads, window, group, width)
     return out.swapaxes(1, 2).reshape(q.shape)
 
@@ -108,10 +110,17 @@ def _attend_parts(
     block_tables: Int[Array, "rows blocks"],
     start: Int[Array, "rows"],
     num_keys: Int[Array, "rows"],
+    num_new: Int[Array, "rows"],
     plan: Plan,
-) -> tuple[Float[Array, "rows Hkv parts queries D"], Float[Array, "rows Hkv parts queries"]]:
-    """Return each part's result, and the base-2 logarithm of its sum of weights; unset for parts not in use."""
+) -> tuple[Array, Array | None]:
+    """Return each part's result `[rows, Hkv, parts, queries, D]`, and the base-2 logarithm of its sum of weights.
+
+    Both are unset for parts not in use. Where there is one part, they are the rows' own results `[rows, Hkv, queries,
+    D]`, rounded, zeros for queries that are not real, and None.
+    """
     tiles, (num_rows, kv_heads, queries, width) = plan.tiles, q.shape
+    is_whole = tiles.parts == 1
+    dtype = q.dtype if is_whole else jnp.dtype(jnp.float32)
     lead, operand = (tiles.query_tiles, TILE_QUERIES), swizzled(q.dtype)
     ring = Ring(
         plgpu.SMEM((tiles.stages, CHUNK, width), q.dtype, transforms=operand),
@@ -119,11 +128,32 @@ def _attend_parts(
         plgpu.Barrier(num_arrivals=tiles.query_tiles, num_barriers=tiles.stages),
     )
 
-    def paged_attention_advance(q, k_pages, v_pages, tables, start, num_keys, out, weight, q_tiles, k, v, *others):
-        out_tiles, weight_tiles, q_here, cleared = others
+    def paged_attention_advance(q, k_pages, v_pages, tables, start, num_keys, num_new, *others):
+        *results, q_tiles, k, v, out_tiles, weight_tiles, q_here, cleared = others
+        out = results[0]
         row, index, head, warpgroup = (lax.axis_index(name) for name in ("row", "part", "head", "warpgroup"))
         first, count = run_of(index, num_pages(num_keys[row]), tiles)
         part = Part(row=row, head=head, index=index, first=first, count=count, start=start[row], num_keys=num_keys[row])
+
+        def store(result):
+            """Store a tile's result, some columns at a time in the same place of shared memory."""
+            first = warpgroup * tiles.tile_queries
+            there = pl.ds(first, tiles.tile_queries)
+            place = (row, head, there) if is_whole else (row, head, index, there)
+            if is_whole:
+                query = plgpu.broadcasted_iota(jnp.int32, result.shape, 0, layout=plgpu.Layout.WGMMA) + first
+                result = jnp.where(query < num_new[row] * plan.group, result, 0.0)
+            for column in range(0, width, tiles.columns):
+                out_tiles[warpgroup] = result[:, column : column + tiles.columns].astype(dtype)
+                plgpu.commit_smem()
+                kept = out_tiles.at[warpgroup, pl.ds(0, tiles.tile_queries)]
+                plgpu.copy_smem_to_gmem(kept, out.at[(*place, pl.ds(column, tiles.columns))])
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the next columns take the same place
+
+        @pl.when((count <= 0) & is_whole & (warpgroup < tiles.query_tiles))
+        def _store_nothing():
+            shape = (TILE_QUERIES, width)
+            store(plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA))
 
         @pl.when(count > 0)  # all warpgroups of a program leave together
         def _run():
@@ -148,27 +178,23 @@ def _attend_parts(
                 plgpu.copy_gmem_to_smem(q.at[row, head, there], queries.tile.at[kept], q_here.at[warpgroup])
                 plgpu.barrier_wait(q_here.at[warpgroup])
                 result, sums = attend_pages(part, queries, k, v, plan)
-                weight_tiles[warpgroup] = sums
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(weight_tiles.at[warpgroup, kept], weight.at[row, head, index, there])
-                for column in range(0, width, tiles.columns):
-                    columns = pl.ds(column, tiles.columns)
-                    out_tiles[warpgroup] = result[:, column : column + tiles.columns]
+                if not is_whole:
+                    weight_tiles[warpgroup] = sums
                     plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(out_tiles.at[warpgroup, kept], out.at[row, head, index, there, columns])
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the next columns take the same place
+                    plgpu.copy_smem_to_gmem(weight_tiles.at[warpgroup, kept], results[1].at[row, head, index, there])
+                store(result)
 
-    return plgpu.kernel(
+    lanes = (num_rows, kv_heads) if is_whole else (num_rows, kv_heads, tiles.parts)
+    out = jax.ShapeDtypeStruct((*lanes, queries, width), dtype)
+    weight = jax.ShapeDtypeStruct((*lanes, queries), jnp.float32)
+    made = plgpu.kernel(
         paged_attention_advance,
-        out_type=(
-            jax.ShapeDtypeStruct((num_rows, kv_heads, tiles.parts, queries, width), jnp.float32),
-            jax.ShapeDtypeStruct((num_rows, kv_heads, tiles.parts, queries), jnp.float32),
-        ),
+        out_type=(out,) if is_whole else (out, weight),
         scratch_types=(
             plgpu.SMEM((*lead, width), q.dtype, transforms=operand),
             ring,
             ring,
-            plgpu.SMEM((*lead, tiles.columns), jnp.float32, transforms=swizzled(jnp.float32)),
+            plgpu.SMEM((*lead, tiles.columns), dtype, transforms=swizzled(dtype)),
             plgpu.SMEM(lead, jnp.float32),
             plgpu.Barrier(num_barriers=tiles.query_tiles),
             plgpu.Barrier(num_arrivals=tiles.query_tiles),
@@ -178,4 +204,5 @@ def _attend_parts(
         num_threads=tiles.query_tiles + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
-    )(q, k_pages, v_pages, block_tables, start, num_keys)
+    )(q, k_pages, v_pages, block_tables, start, num_keys, num_new)
+    return made[0], None if is_whole else made[1]

@@ -52,6 +52,15 @@ def test_advance_attention_fits_in_registers_and_leaves_the_pages_in_place(rows,
     check(report, width=256, registers=168 if window * group > 64 else 255)
 
 
+@pytest.mark.parametrize(("window", "registers"), [(1, 255), (9, 168)])
+def test_rows_that_are_never_split_take_one_kernel(window: int, registers: int) -> None:
+    report = compile_advance(rows=64, blocks=17, window=window, group=8, width=256, dtype=jnp.bfloat16)
+    (attend,) = report.kernels
+    assert attend.name.startswith("paged_attention_advance")
+    assert attend.registers <= registers
+    assert report.spill_bytes == attend.stack_bytes == 0
+
+
 @pytest.mark.parametrize(("width", "dtype"), [(64, jnp.bfloat16), (128, jnp.bfloat16), (256, jnp.float16)])
 def test_other_widths_and_float16_compile(width, dtype) -> None:
     check(compile_advance(rows=8, blocks=128, window=4, group=3, width=width, dtype=dtype), width=width, registers=255)

@@ -84,6 +84,13 @@ def test_parts_that_are_empty_or_unequal_change_nothing(parts: int, least_pages:
     np.testing.assert_allclose(got, expected(q, held, rows), **CLOSE)
 
 
+def test_rows_that_are_never_split_have_the_bits_of_one_part_that_is_weighed_alone() -> None:
+    held, rows = hold((300, 0, 70), (4, 2, 0))
+    q = queries(3, 4, 4, 64)
+    whole, weighed = (attend(q, held, rows, tiles_for(held, 4, 4, parts=parts, least_pages=9)) for parts in (1, 2))
+    np.testing.assert_array_equal(whole, weighed)
+
+
 @pytest.mark.parametrize("first_key", [1, 70, 128])
 def test_keys_before_the_first_are_not_seen_even_if_they_are_not_numbers(first_key: int) -> None:
     held, rows = hold((200, 0), (3, 3))
@@ -94,11 +101,12 @@ def test_keys_before_the_first_are_not_seen_even_if_they_are_not_numbers(first_k
     assert not np.any(got[1, 0])  # position 0 sees no key
 
 
-def test_closing_rows_padding_rows_and_tokens_past_a_window_give_zeros() -> None:
+@pytest.mark.parametrize("parts", [1, 3])
+def test_closing_rows_padding_rows_and_tokens_past_a_window_give_zeros(parts: int) -> None:
     held, rows = hold((100, 90, 0), (2, 0, 0))  # a verify row, a closing row, a padding row
     q = queries(3, 4, 4, 64)
     q[1:] = q[0, 2:] = np.nan  # what stands in their place may be anything
-    got = attend(q, held, rows, tiles_for(held, 4, 4))
+    got = attend(q, held, rows, tiles_for(held, 4, 4, parts=parts))
     assert not np.any(got[1:])
     assert not np.any(got[0, 2:])
     q[0, 2:] = 0.0
