@@ -25,7 +25,7 @@ ON_NEWEST := tests/kernels tests/test_golden_conformance.py tests/model/test_tra
 
 # What runs on a device; the rest of serving reasons about the host.
 ON_GPU := tests/kernels tests/model tests/test_golden_conformance.py tests/serving/test_verify.py \
-    tests/serving/test_mosaic_engine.py $(wildcard tests/serving/test_*_laws_*.py)
+    tests/serving/test_mosaic_engine.py tests/serving/test_async_scheduling.py $(wildcard tests/serving/test_*_laws_*.py)
 
 DEMO_MODEL := pico
 BENCHMARKS = $(sort $(wildcard benchmarks/*_cpu.py benchmarks/*/*_cpu.py))
