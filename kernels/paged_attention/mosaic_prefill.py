@@ -25,12 +25,13 @@ from gdn_jax.kernels.gated_delta.mosaic_blanks import fill_gaps
 from gdn_jax.kernels.mosaic import swizzled
 from gdn_jax.kernels.numerics import CHUNK
 from gdn_jax.kernels.paged_attention.mosaic_combine import combine_parts
-from gdn_jax.kernels.paged_attention.mosaic_pages import Part, Ring, load_pages
+from gdn_jax.kernels.paged_attention.mosaic_pages import Part, Ring
 from gdn_jax.kernels.paged_attention.mosaic_strip import (
     Call,
     QueryTile,
     Turns,
     attend_strip,
+    load_pages,
     load_queries,
     store_strip,
 )
@@ -121,10 +122,17 @@ def _attend_strips(
         @pl.when((strip == 0) & (warpgroup < WARPGROUPS))
         def _() -> None:
             heads = tiles.heads * tiles.head_tiles
-            for member in range(heads):
-                pl.when(warpgroup == member % WARPGROUPS)(
-                    lambda member=member: fill_gaps(gaps, out.at[:, head * heads + member], plain.at[warpgroup])
-                )
+
+            def fill(member: Array, nothing: None) -> None:
+                of_head = head * heads + member * WARPGROUPS + warpgroup
+
+                @pl.when(member * WARPGROUPS + warpgroup < heads)
+                def _() -> None:
+                    fill_gaps(gaps, out.at[:, of_head], plain.at[warpgroup])
+
+                return nothing
+
+            lax.fori_loop(0, -(-heads // WARPGROUPS), fill, None)
 
         @pl.when(strip > 0)
         def _() -> None:
@@ -166,7 +174,7 @@ def _room(q: Float[Array, "T Hq D"], tiles: PrefillTiles) -> dict[str, Any]:
         "v": ring,
         "loaded": plgpu.Barrier(num_arrivals=tiles.heads, num_barriers=WARPGROUPS),
         "change": plgpu.Barrier(num_arrivals=WARPGROUPS),
-        "cleared": plgpu.Barrier(),
+        "raw": plgpu.Barrier(),
     }
 
 
@@ -194,7 +202,7 @@ def _run_part(
         @pl.when(warpgroup == WARPGROUPS)
         def _() -> None:
             plgpu.set_max_registers(tiles.load_registers, action="decrease")
-            load_pages(part, tables, ((k_pages, room["k"]), (v_pages, room["v"])), tiles.stages)
+            load_pages(part, tables, (k_pages, v_pages), room["k"], room["v"], room["raw"], call)
 
         @pl.when(warpgroup < WARPGROUPS)
         def _() -> None:
@@ -211,7 +219,7 @@ def _run_part(
                 head=part.head * (tiles.heads * tiles.head_tiles) + first_head,
             )
             load_queries(tile, q, room["loaded"].at[warpgroup], tiles)
-            turns = Turns(change=room["change"], cleared=room["cleared"])
+            turns = Turns(room["change"])
             mine = Part(**{**vars(part), "start": part.start + shift})
-            result, weight = attend_strip(mine, tile, room["k"], room["v"], turns, call)
+            result, weight = attend_strip(mine, tile, room["q_tiles"], room["k"], room["v"], turns, call)
             store(result, weight, tile)

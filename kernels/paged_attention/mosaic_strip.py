@@ -8,7 +8,7 @@ product with the values of one page and then that with the keys of the next one.
 
 from dataclasses import dataclass
 from math import e, log2
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +19,12 @@ from jaxtyping import Array, Float
 
 from gdn_jax.kernels.mosaic import RowsOverLanes, add_product, over_columns
 from gdn_jax.kernels.numerics import CHUNK
-from gdn_jax.kernels.paged_attention.mosaic_pages import LOWEST, MASKED, Part, Ring, clear_values, is_owned, keys_of
+from gdn_jax.kernels.paged_attention.mosaic_pages import LOWEST, MASKED, Part, Ring, is_owned, keys_of
 from gdn_jax.kernels.paged_attention.prefill_tiles import WARPGROUPS, PrefillTiles
 from gdn_jax.kernels.paged_attention.tiles import TILE_QUERIES
 
+_CLEARED_KEYS, _LANES = 32, 16  # at once; that share a key: a thread that loads has few registers
+_State = tuple[Array, Array, Array, Array]  # highest score so far, sum of weights, result, scores of the next page
 _COLUMN = plgpu.Layout.WGMMA.reduce(1)
 
 
@@ -51,15 +53,21 @@ class QueryTile:
         return (self.begin <= self.token) & (self.token + tiles.tokens <= self.end)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Turns:
-    """Barriers between the warpgroups that multiply."""
+class Turns(NamedTuple):
+    """The turns of the two warpgroups that multiply; each completion of the barrier ends one and begins another."""
 
-    change: Any  # completes when both have arrived: one has issued its products, the other formed its softmax
-    cleared: Any  # completes when the first warpgroup has cleared the unowned values of a page
+    change: Any  # barrier at which both arrive: one has issued its products, the other has formed its softmax
+
+    def begin(self) -> None:
+        """Wait for the turn, once this warpgroup has ended the other's."""
+        plgpu.barrier_wait(self.change)
+
+    def end_other(self) -> None:
+        """Say that this warpgroup is ready for its turn."""
+        plgpu.barrier_arrive(self.change)
 
     def pass_on(self) -> None:
-        """Let the other warpgroup multiply; returns once it has its operands."""
+        """End the turn; returns once the other warpgroup's has begun."""
         plgpu.barrier_arrive(self.change)
         plgpu.barrier_wait(self.change)
 
@@ -72,65 +80,115 @@ def load_queries(tile: QueryTile, q: Any, loaded: Any, tiles: PrefillTiles) -> N
     plgpu.barrier_wait(loaded)
 
 
+def load_pages(part: Part, tables: Any, pages: tuple[Any, Any], k: Ring, v: Ring, raw: Any, call: Call) -> None:
+    """Copy the part's pages into the rings, each as soon as there is room.
+
+    Unowned memory may hold anything, and a weight of 0 times NaN is NaN: values that no query may see are cleared here,
+    where no products wait.
+
+    Args:
+        part: the pages.
+        tables: block tables.
+        pages: all pages of keys, and of values.
+        k: ring of keys.
+        v: ring of values.
+        raw: barrier of values that are not cleared yet.
+        call: the call.
+    """
+    k_pages, v_pages = pages
+    stages = call.tiles.stages
+
+    def load(index: Array, nothing: None) -> None:
+        stage = lax.rem(index, jnp.int32(stages))
+        page = tables[part.row, part.first + index]
+        position = (part.first + index) * CHUNK
+        pl.when(index >= stages)(lambda: plgpu.barrier_wait(k.free.at[stage]))
+        plgpu.copy_gmem_to_smem(k_pages.at[page, :, part.head], k.tiles.at[stage], k.here.at[stage])
+        pl.when(index >= stages)(lambda: plgpu.barrier_wait(v.free.at[stage]))
+        values = v_pages.at[page, :, part.head]
+        has_unowned = position + CHUNK > part.num_keys
+        if call.first_key:
+            has_unowned |= position < call.first_key
+
+        @pl.when(~has_unowned)
+        def _() -> None:
+            plgpu.copy_gmem_to_smem(values, v.tiles.at[stage], v.here.at[stage])
+
+        @pl.when(has_unowned)
+        def _() -> None:
+            plgpu.copy_gmem_to_smem(values, v.tiles.at[stage], raw)
+            plgpu.barrier_wait(raw)
+            _clear_unowned(part, position, v.tiles.at[stage], call)
+            plgpu.barrier_arrive(v.here.at[stage])
+
+        return nothing
+
+    def see_out(index: Array, nothing: None) -> None:
+        stage = lax.rem(index, jnp.int32(stages))
+        plgpu.barrier_wait(k.free.at[stage])
+        plgpu.barrier_wait(v.free.at[stage])
+        return nothing
+
+    lax.fori_loop(0, part.count, load, None)
+    # Every completion of a barrier is to be waited for, those after the last copy, too.
+    lax.fori_loop(jnp.maximum(part.count - stages, 0), part.count, see_out, None)
+
+
 def attend_strip(
-    part: Part, tile: QueryTile, k: Ring, v: Ring, turns: Turns, call: Call
+    part: Part, tile: QueryTile, q_tiles: Any, k: Ring, v: Ring, turns: Turns, call: Call
 ) -> tuple[Float[Array, "queries D"], Float[Array, "queries"]]:
     """Return the part's result for a tile of queries, and the base-2 logarithm of its sum of weights.
 
     `part.start` is the position of the tile's first token.
     """
-    tiles, width = call.tiles, tile.here.shape[1]
+    stages, width = jnp.int32(call.tiles.stages), tile.here.shape[1]
     scale = width**-0.5 * log2(e)
-    shape = (TILE_QUERIES, CHUNK)
 
-    def visit(index: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        highest, total, result = state
-        stage = lax.rem(index, jnp.int32(tiles.stages))
-        position = (part.first + index) * CHUNK
-
-        def score_keys(sums: Any) -> Array:
-            plgpu.wgmma(sums, tile.here, k.tiles.at[stage].transpose((1, 0)))
-            if tiles.takes_turns:
-                turns.pass_on()
-            return sums[...]
-
-        score = pl.run_scoped(score_keys, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
-        score = lax.optimization_barrier(score)  # else arithmetic on it may move to before the product is done
-        plgpu.barrier_arrive(k.free.at[stage])
-        score = _mask(part, position, score, call)
+    def weigh(index: Array, state: _State) -> tuple[_State, Array]:
+        """Take a page's scores into account; returns the weights of its keys."""
+        highest, total, result, score = state
+        score = _mask(part, (part.first + index) * CHUNK, score, call)
         # Scaled where it is subtracted from: one instruction does both.
         after = jnp.maximum(highest, score.max(axis=1) * scale)
         shrink = jnp.exp2(highest - after)
-        weight = jnp.exp2(score * scale - over_columns(after, shape))
-        result = result * over_columns(shrink, result.shape)
-        operand = weight.astype(v.tiles.dtype)
-        if tiles.takes_turns:
-            plgpu.barrier_arrive(turns.change)
-        plgpu.barrier_wait(v.here.at[stage])
-        _clear_unowned(part, position, v.tiles.at[stage], tile, turns, call)
-        if tiles.takes_turns:
-            plgpu.barrier_wait(turns.change)
+        weight = jnp.exp2(score * scale - over_columns(after, score.shape))
         total = total * shrink + weight.sum(axis=1)
+        result = result * over_columns(shrink, result.shape)
+        turns.end_other()
+        plgpu.barrier_wait(v.here.at[lax.rem(index, stages)])
+        return (after, total, result, score), weight.astype(v.tiles.dtype)
 
-        def await_next() -> None:
-            following = lax.rem(index + 1, jnp.int32(tiles.stages))
-            pl.when(index + 1 < part.count)(lambda: plgpu.barrier_wait(k.here.at[following]))
-
-        result = _add_values(result, operand, v.tiles.at[stage], await_next, interpret=call.interpret)
+    def visit(index: Array, state: _State) -> _State:
+        stage, following = lax.rem(index, stages), lax.rem(index + 1, stages)
+        (highest, total, result, _), weight = weigh(index, state)
+        plgpu.barrier_wait(k.here.at[following])
+        turns.begin()
+        keys = k.tiles.at[following].transpose((1, 0))
+        # Where its queries lie is computed anew in each round: kept, that would take 32 registers.
+        queries = q_tiles.at[lax.optimization_barrier(tile.warpgroup)]
+        result, score = _multiply(result, weight, v.tiles.at[stage], queries, keys, turns, interpret=call.interpret)
         plgpu.barrier_arrive(v.free.at[stage])
-        return after, total, result
+        plgpu.barrier_arrive(k.free.at[following])
+        return highest, total, result, score
 
+    plgpu.barrier_wait(k.here.at[0])
+    pl.when(tile.warpgroup == WARPGROUPS - 1)(turns.pass_on)  # the first warpgroup begins
+    score = _score(tile.here, k.tiles.at[0].transpose((1, 0)), turns)
+    plgpu.barrier_arrive(k.free.at[0])
     state = (
         plgpu.layout_cast(jnp.full((TILE_QUERIES,), LOWEST, jnp.float32), _COLUMN),
         plgpu.layout_cast(jnp.zeros((TILE_QUERIES,), jnp.float32), _COLUMN),
         plgpu.layout_cast(jnp.zeros((TILE_QUERIES, width), jnp.float32), plgpu.Layout.WGMMA),
+        score,
     )
-    plgpu.barrier_wait(k.here.at[0])
-    if tiles.takes_turns:  # the first warpgroup begins; for each change there are two arrivals, so the other ends
-        pl.when(tile.warpgroup == WARPGROUPS - 1)(turns.pass_on)
-    highest, total, result = lax.fori_loop(0, part.count, visit, state)
-    if tiles.takes_turns:
-        pl.when(tile.warpgroup == 0)(turns.pass_on)
+    last = part.count - 1
+    state = lax.fori_loop(0, last, visit, state)
+    (highest, total, result, _), weight = weigh(last, state)
+    turns.begin()
+    stage = lax.rem(last, stages)
+    result = add_product(result, weight, v.tiles.at[stage], interpret=call.interpret)
+    plgpu.barrier_arrive(v.free.at[stage])
+    pl.when(tile.warpgroup == 0)(turns.pass_on)  # the other one ends
     empty = total == 0.0
     total = jnp.where(empty, 1.0, total)
     result = result * over_columns(1.0 / total, result.shape)
@@ -186,32 +244,50 @@ def _mask(part: Part, position: Array, score: Float[Array, "queries keys"], call
         key = keys_of(position, score.shape, 1)
         return jnp.where((key <= query) & is_owned(part, key, call.first_key), score, MASKED)
 
-    end = position + CHUNK
-    whole = (end <= part.start + 1) & (end <= part.num_keys) & (position >= call.first_key)
+    whole = position + CHUNK <= jnp.minimum(part.start + 1, part.num_keys)
+    if call.first_key:
+        whole &= position >= call.first_key
     return lax.cond(whole, lambda score: score, mask, score)
 
 
-def _clear_unowned(part: Part, position: Array, values: Any, tile: QueryTile, turns: Turns, call: Call) -> None:
-    """Zero the values that no query may see: unowned memory may hold anything, and a weight of 0 times NaN is NaN."""
+def _clear_unowned(part: Part, position: Array, values: Any, call: Call) -> None:
+    """Zero the unowned values of a page whose first key stands at `position`."""
+    columns = call.tiles.columns
+    layout = RowsOverLanes(_CLEARED_KEYS, _LANES, values.dtype)
+    for key in range(0, CHUNK, _CLEARED_KEYS):
+        for column in range(0, values.shape[1], columns):
+            there = values.at[pl.ds(key, _CLEARED_KEYS), pl.ds(column, columns)]
+            old = plgpu.load(there, layout=layout.matrix)
+            owned = is_owned(part, plgpu.broadcasted_iota(jnp.int32, old.shape, 0, layout=layout.matrix) + position + key, call.first_key)
+            there[...] = jnp.where(owned, old, jnp.zeros_like(old))
+    plgpu.commit_smem()
 
-    @pl.when((position + CHUNK > part.num_keys) | (position < call.first_key))
-    def _() -> None:
-        @pl.when(tile.warpgroup == 0)
-        def _() -> None:
-            clear_values(part, position, values, first_key=call.first_key, columns=call.tiles.columns)
-            plgpu.barrier_arrive(turns.cleared)
 
-        plgpu.barrier_wait(turns.cleared)
+def _score(queries: Any, keys: Any, turns: Turns) -> Float[Array, "queries keys"]:
+    """Return `queries @ keys`; the other warpgroup's turn begins once the product is under way."""
+
+    def multiply(scores: Any) -> Array:
+        plgpu.wgmma(scores, queries, keys)
+        turns.pass_on()
+        return scores[...]
+
+    score = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((TILE_QUERIES, CHUNK), jnp.float32))
+    return lax.optimization_barrier(score)  # else arithmetic on it may move to before the product is done
 
 
-def _add_values(result: Array, weight: Array, values: Any, meanwhile: Any, *, interpret: bool) -> jax.Array:
-    """Return `result + weight @ values`, calling `meanwhile` while the product is under way."""
+def _multiply(
+    result: Array, weight: Array, values: Any, queries: Any, keys: Any, turns: Turns, *, interpret: bool
+) -> tuple[Float[Array, "queries D"], Float[Array, "queries keys"]]:
+    """Return `result + weight @ values` and `queries @ keys`, the products of one turn."""
     if interpret:
-        meanwhile()
-        return add_product(result, weight, values, interpret=True)
+        return add_product(result, weight, values, interpret=True), _score(queries, keys, turns)
 
-    def multiply(sums: Any) -> None:
+    def multiply(sums: Any, scores: Any) -> tuple[Array, Array]:
+        sums[...] = result
         plgpu.wgmma(sums, weight, values)
-        meanwhile()
+        plgpu.wgmma(scores, queries, keys)
+        turns.pass_on()
+        return sums[...], scores[...]
 
-    return lax.optimization_barrier(pl.run_state(multiply)(plgpu.WGMMAAccumulatorRef.init(result)))
+    accumulators = (plgpu.WGMMAAccumulatorRef(array, jnp.float32) for array in (result.shape, (TILE_QUERIES, CHUNK)))
+    return lax.optimization_barrier(pl.run_scoped(multiply, *accumulators))

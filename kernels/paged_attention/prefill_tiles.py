@@ -35,7 +35,6 @@ class PrefillTiles:
     plain_rows: int  # rows of a tile that are stored token by token at once
     parts: int  # of a row, if `part_pages` is not 0
     part_pages: int  # pages of a part, or 0 where no row is split
-    takes_turns: bool  # whether warpgroups take turns at the tensor cores
     attend_registers: int  # of a thread that multiplies
     load_registers: int  # of a thread that loads
 
@@ -107,7 +106,6 @@ def choose_prefill_tiles(
         plain_rows=plain_rows,
         parts=-(-blocks // _PART_PAGES) if splits else 1,
         part_pages=_PART_PAGES if splits else 0,
-        takes_turns=True,
-        attend_registers=240,
-        load_registers=24,
+        attend_registers=232,
+        load_registers=40,
     )
