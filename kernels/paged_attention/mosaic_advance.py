@@ -21,7 +21,7 @@ from gdn_jax.kernels.anchors import AdvanceRows
 from gdn_jax.kernels.dispatch import UnsupportedKernelError
 from gdn_jax.kernels.mosaic import swizzled
 from gdn_jax.kernels.numerics import CHUNK
-from gdn_jax.kernels.paged_attention.mosaic_combine import combine_parts
+from gdn_jax.kernels.paged_attention.mosaic_combine import CombineSizes, combine_parts
 from gdn_jax.kernels.paged_attention.mosaic_pages import Part, Plan, Queries, Ring, attend_pages, load_pages
 from gdn_jax.kernels.paged_attention.pages import NULL_PAGE
 from gdn_jax.kernels.paged_attention.tiles import (
@@ -32,6 +32,7 @@ from gdn_jax.kernels.paged_attention.tiles import (
     choose_advance_tiles,
     num_pages,
     run_of,
+    split,
 )
 
 
@@ -88,7 +89,9 @@ def paged_attention_advance(
     packed = jnp.pad(packed, ((0, 0), (0, 0), (0, tiles.query_tiles * tiles.tile_queries - queries), (0, 0)))
     plan = Plan(group=group, first_key=first_key, tiles=tiles, interpret=interpret)
     parts = _attend_parts(packed, k_pages, v_pages, block_tables, start, num_keys, plan)
-    out = combine_parts(*parts, num_keys, rows.num_new, group, q.dtype, tiles)
+    used, _ = split(num_pages(num_keys), tiles)
+    sizes = CombineSizes(tile_queries=tiles.tile_queries, columns=tiles.columns, stages=tiles.combine_stages)
+    out = combine_parts(*parts, used, rows.num_new * group, q.dtype, sizes)
     out = out[:, :, :queries].reshape(num_rows, kv_heads, window, group, width)
     return out.swapaxes(1, 2).reshape(q.shape)
 

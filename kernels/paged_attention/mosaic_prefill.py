@@ -9,6 +9,8 @@ Scores, softmax and sums are float32; both products take operands in the pages' 
 it, as in `plain.py`.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,7 +26,7 @@ from gdn_jax.kernels.dispatch import UnsupportedKernelError
 from gdn_jax.kernels.gated_delta.mosaic_blanks import fill_gaps
 from gdn_jax.kernels.mosaic import swizzled
 from gdn_jax.kernels.numerics import CHUNK
-from gdn_jax.kernels.paged_attention.mosaic_combine import combine_parts
+from gdn_jax.kernels.paged_attention.mosaic_combine import CombineSizes, combine_parts
 from gdn_jax.kernels.paged_attention.mosaic_pages import Part, Ring
 from gdn_jax.kernels.paged_attention.mosaic_strip import (
     Call,
@@ -33,6 +35,7 @@ from gdn_jax.kernels.paged_attention.mosaic_strip import (
     attend_strip,
     load_pages,
     load_queries,
+    store_part,
     store_strip,
 )
 from gdn_jax.kernels.paged_attention.prefill_tiles import (
@@ -42,7 +45,7 @@ from gdn_jax.kernels.paged_attention.prefill_tiles import (
     choose_prefill_tiles,
 )
 from gdn_jax.kernels.paged_attention.strips import BEGIN, END, KEYS, PAGES, POSITION, ROW, TOKEN, longest_first, strips_of
-from gdn_jax.kernels.paged_attention.tiles import TILE_QUERIES, check_dtype
+from gdn_jax.kernels.paged_attention.tiles import TILE_QUERIES, check_dtype, choose_combine_stages
 
 
 @partial(jax.jit, static_argnames=("first_key", "tiles", "interpret"))
@@ -98,7 +101,13 @@ def paged_attention_prefill(
     arrays = padded, k_pages, v_pages, block_tables
     if not tiles.part_pages:
         return _attend_strips(*arrays, longest_first(strips), rows, call)[:num_tokens]
-    raise NotImplementedError
+    parts, weight = _attend_parts(*arrays, strips, call)
+    used = -(-strips[:, PAGES] // tiles.part_pages)
+    programs = strips.shape[0] * kv_heads * WARPGROUPS * (width // tiles.columns)
+    stages = choose_combine_stages(programs, tiles.columns)
+    sizes = CombineSizes(tile_queries=TILE_QUERIES, columns=tiles.columns, stages=stages)
+    combined = combine_parts(parts, weight, used, jnp.full_like(used, parts.shape[3]), q.dtype, sizes)
+    return _tokens_of(combined, rows, num_tokens, tiles)
 
 
 def _attend_strips(
@@ -110,54 +119,104 @@ def _attend_strips(
     rows: PrefillRows,
     call: Call,
 ) -> Float[Array, "T Hq D"]:
-    """Return the outputs of all tokens."""
-    tiles, kv_heads, dtype = call.tiles, k_pages.shape[2], q.dtype
+    """Return the outputs of all tokens, each strip attending to all its pages."""
+    tiles, kv_heads = call.tiles, k_pages.shape[2]
 
     def paged_attention_prefill(
-        q: Any, k_pages: Any, v_pages: Any, tables: Any, strips: Any, gaps: dict[str, Any], out: Any, **room: Any
+        q: Any, k_pages: Any, v_pages: Any, tables: Any, strips: Any, rows: dict[str, Any], out: Any, **room: Any
     ) -> None:
-        head, strip, warpgroup = (lax.axis_index(name) for name in ("head", "strip", "warpgroup"))
-        plain = room["plain"]
+        head, program, warpgroup = (lax.axis_index(name) for name in ("head", "program", "warpgroup"))
+        plain = room["plain"].at[warpgroup]
 
-        @pl.when((strip == 0) & (warpgroup < WARPGROUPS))
+        @pl.when((program == 0) & (warpgroup < WARPGROUPS))
         def _() -> None:
-            heads = tiles.heads * tiles.head_tiles
+            _fill_heads(rows, out, plain, head, warpgroup, tiles)
 
-            def fill(member: Array, nothing: None) -> None:
-                of_head = head * heads + member * WARPGROUPS + warpgroup
-
-                @pl.when(member * WARPGROUPS + warpgroup < heads)
-                def _() -> None:
-                    fill_gaps(gaps, out.at[:, of_head], plain.at[warpgroup])
-
-                return nothing
-
-            lax.fori_loop(0, -(-heads // WARPGROUPS), fill, None)
-
-        @pl.when(strip > 0)
+        @pl.when(program > 0)
         def _() -> None:
-            pages = strips[strip - 1, PAGES]
-            part = _part_of(strips, strip - 1, head, jnp.int32(0), pages)
+            strip = strips.at[program - 1]
+            part = _part_of(strip, head, jnp.int32(0), tiles)
 
             def store(result: Array, weight: Array, tile: QueryTile) -> None:
-                store_strip(result, tile, plain.at[warpgroup], out, tiles)
+                store_strip(result, tile, plain, out, tiles)
 
-            _run_part(part, strips, strip - 1, (q, k_pages, v_pages, tables), room, store, call)
+            _run_part(part, strip, (q, k_pages, v_pages, tables), room, store, call)
 
     return plgpu.kernel(
         paged_attention_prefill,
-        out_type=jax.ShapeDtypeStruct(q.shape, dtype),
-        scratch_types={
-            **_room(q, tiles),
-            "plain": plgpu.SMEM((WARPGROUPS, tiles.plain_rows, q.shape[2]), dtype),
-        },
-        # One program more zeroes what no row owns; it starts first, as it may be long.
+        out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        scratch_types={**_room(q, tiles), "plain": plgpu.SMEM((WARPGROUPS, tiles.plain_rows, q.shape[2]), q.dtype)},
+        # One program more zeroes what no row owns. It is the first, as that may take long.
         grid=(kv_heads, 1 + strips.shape[0]),
-        grid_names=("head", "strip"),
+        grid_names=("head", "program"),
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
     )(q, k_pages, v_pages, block_tables, strips, {"offset": rows.offset, "length": rows.length})
+
+
+def _attend_parts(
+    q: Float[Array, "T Hq D"],
+    k_pages: Float[Array, "pages block Hkv D"],
+    v_pages: Float[Array, "pages block Hkv D"],
+    block_tables: Int[Array, "rows blocks"],
+    strips: Int[Array, "strips 7"],
+    call: Call,
+) -> tuple[Float[Array, "strips Hkv parts queries D"], Float[Array, "strips Hkv parts queries"]]:
+    """Return each part's result, and the base-2 logarithm of its sum of weights; unset for parts not in use."""
+    tiles, width = call.tiles, q.shape[2]
+    shape = (strips.shape[0], k_pages.shape[2], tiles.parts, WARPGROUPS * TILE_QUERIES)
+
+    def paged_attention_prefill_parts(
+        q: Any, k_pages: Any, v_pages: Any, tables: Any, strips: Any, out: Any, weights: Any, **room: Any
+    ) -> None:
+        head, index, strip, warpgroup = (lax.axis_index(name) for name in ("head", "part", "strip", "warpgroup"))
+        part = _part_of(strips.at[strip], head, index, tiles)
+        there = (strip, head, index, pl.ds(warpgroup * TILE_QUERIES, TILE_QUERIES))
+
+        def store(result: Array, weight: Array, tile: QueryTile) -> None:
+            store_part(
+                result,
+                weight,
+                (room["out_tiles"].at[warpgroup], room["weight_tiles"].at[warpgroup]),
+                (out.at[there], weights.at[there]),
+            )
+
+        _run_part(part, strips.at[strip], (q, k_pages, v_pages, tables), room, store, call)
+
+    lead = (WARPGROUPS, TILE_QUERIES)
+    return plgpu.kernel(
+        paged_attention_prefill_parts,
+        out_type=(jax.ShapeDtypeStruct((*shape, width), jnp.float32), jax.ShapeDtypeStruct(shape, jnp.float32)),
+        scratch_types={
+            **_room(q, tiles),
+            "out_tiles": plgpu.SMEM((*lead, tiles.columns), jnp.float32, transforms=swizzled(jnp.float32)),
+            "weight_tiles": plgpu.SMEM(lead, jnp.float32),
+        },
+        grid=(shape[1], tiles.parts, shape[0]),
+        grid_names=("head", "part", "strip"),
+        num_threads=WARPGROUPS + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+    )(q, k_pages, v_pages, block_tables, strips)
+
+
+def _tokens_of(
+    combined: Float[Array, "strips Hkv queries D"], rows: PrefillRows, num_tokens: int, tiles: PrefillTiles
+) -> Float[Array, "T Hq D"]:
+    """Return the outputs of packed tokens, which few are here, from those of strips; zeros for tokens of no row."""
+    num_strips, kv_heads, _, width = combined.shape
+    of_tiles = combined.reshape(num_strips, kv_heads, WARPGROUPS, TILE_QUERIES, width)
+    of_tiles = of_tiles[:, :, :, : tiles.heads * tiles.tokens]
+    of_tiles = of_tiles.reshape(num_strips, kv_heads, WARPGROUPS, tiles.heads, tiles.tokens, width)
+    # A warpgroup has tokens of its own, or heads.
+    order = (0, 2, 4, 1, 3, 5) if tiles.head_tiles == 1 else (0, 4, 1, 2, 3, 5)
+    of_strips = of_tiles.transpose(order).reshape(num_strips * tiles.strip_tokens, -1, width)
+    row, owned = rows.row_of(num_tokens)
+    token = jnp.arange(num_tokens, dtype=jnp.int32)
+    number = token // tiles.strip_tokens + row
+    place = jnp.where(owned, number * tiles.strip_tokens + token % tiles.strip_tokens, 0)
+    return jnp.where(owned[:, None, None], of_strips[place], 0)
 
 
 def _room(q: Float[Array, "T Hq D"], tiles: PrefillTiles) -> dict[str, Any]:
@@ -178,22 +237,24 @@ def _room(q: Float[Array, "T Hq D"], tiles: PrefillTiles) -> dict[str, Any]:
     }
 
 
-def _part_of(strips: Any, strip: Array, head: Array, index: Array, pages: Array) -> Part:
+def _part_of(strip: Any, head: Array, index: Array, tiles: PrefillTiles) -> Part:
+    """Return which pages a program reads; for inside a kernel, like what follows."""
+    first, pages = index * tiles.part_pages, strip[PAGES]
     return Part(
-        row=strips[strip, ROW],
+        row=strip[ROW],
         head=head,
         index=index,
-        first=jnp.int32(0),
-        count=pages,
-        start=strips[strip, POSITION],
-        num_keys=strips[strip, KEYS],
+        first=first,
+        count=jnp.minimum(pages - first, tiles.part_pages) if tiles.part_pages else pages,
+        start=strip[POSITION],
+        num_keys=strip[KEYS],
     )
 
 
 def _run_part(
-    part: Part, strips: Any, strip: Array, arrays: tuple[Any, ...], room: dict[str, Any], store: Any, call: Call
+    part: Part, strip: Any, arrays: tuple[Any, ...], room: dict[str, Any], store: Callable[..., None], call: Call
 ) -> None:
-    """Run one program's pages: one warpgroup loads them, the others multiply."""
+    """Run one program: one warpgroup loads its pages, the others multiply."""
     (q, k_pages, v_pages, tables), tiles = arrays, call.tiles
     warpgroup = lax.axis_index("warpgroup")
 
@@ -208,18 +269,30 @@ def _run_part(
         def _() -> None:
             plgpu.set_max_registers(tiles.attend_registers, action="increase")
             # With one tile for all heads of a group warpgroups have other tokens, else other heads.
-            shift = jnp.where(tiles.head_tiles == 1, warpgroup * tiles.tokens, 0)
-            first_head = jnp.where(tiles.head_tiles == 1, 0, warpgroup * tiles.heads)
+            shift, first_head = warpgroup * tiles.tokens, jnp.int32(0)
+            if tiles.head_tiles > 1:
+                shift, first_head = jnp.int32(0), warpgroup * tiles.heads
             tile = QueryTile(
-                here=room["q_tiles"].at[warpgroup],
+                all_here=room["q_tiles"],
                 warpgroup=warpgroup,
-                token=strips[strip, TOKEN] + shift,
-                begin=strips[strip, BEGIN],
-                end=strips[strip, END],
+                token=strip[TOKEN] + shift,
+                begin=strip[BEGIN],
+                end=strip[END],
                 head=part.head * (tiles.heads * tiles.head_tiles) + first_head,
             )
             load_queries(tile, q, room["loaded"].at[warpgroup], tiles)
-            turns = Turns(room["change"])
-            mine = Part(**{**vars(part), "start": part.start + shift})
-            result, weight = attend_strip(mine, tile, room["q_tiles"], room["k"], room["v"], turns, call)
-            store(result, weight, tile)
+            mine = replace(part, start=part.start + shift)
+            store(*attend_strip(mine, tile, room["k"], room["v"], Turns(room["change"]), call), tile)
+
+
+def _fill_heads(
+    rows: dict[str, Any], out: Any, zeros: Any, head: Array, warpgroup: Array, tiles: PrefillTiles
+) -> None:
+    """Zero what no row owns of the query heads that read a KV head, every other one of them."""
+    heads = tiles.heads * tiles.head_tiles
+
+    def fill(member: Array, nothing: None) -> None:
+        fill_gaps(rows, out.at[:, head * heads + member * WARPGROUPS + warpgroup], zeros)
+        return nothing
+
+    lax.fori_loop(0, lax.div(heads - warpgroup + (WARPGROUPS - 1), WARPGROUPS), fill, None)

@@ -41,12 +41,17 @@ class Call:
 class QueryTile:
     """The queries of one warpgroup."""
 
-    here: Any  # [TILE_QUERIES, width] in shared memory; the result takes their place
+    all_here: Any  # [WARPGROUPS, TILE_QUERIES, width] in shared memory; the result takes their place
     warpgroup: Array
     token: Array  # packed index of the first token
     begin: Array  # packed tokens that are the row's, from here
     end: Array  # to before here
     head: Array  # the first query head
+
+    @property
+    def here(self) -> Any:
+        """Where this warpgroup's lie in shared memory."""
+        return self.all_here.at[self.warpgroup]
 
     def whole(self, tiles: PrefillTiles) -> Array:
         """Return whether all tokens are the row's."""
@@ -135,7 +140,7 @@ def load_pages(part: Part, tables: Any, pages: tuple[Any, Any], k: Ring, v: Ring
 
 
 def attend_strip(
-    part: Part, tile: QueryTile, q_tiles: Any, k: Ring, v: Ring, turns: Turns, call: Call
+    part: Part, tile: QueryTile, k: Ring, v: Ring, turns: Turns, call: Call
 ) -> tuple[Float[Array, "queries D"], Float[Array, "queries"]]:
     """Return the part's result for a tile of queries, and the base-2 logarithm of its sum of weights.
 
@@ -165,7 +170,7 @@ def attend_strip(
         turns.begin()
         keys = k.tiles.at[following].transpose((1, 0))
         # Where its queries lie is computed anew in each round: kept, that would take 32 registers.
-        queries = q_tiles.at[lax.optimization_barrier(tile.warpgroup)]
+        queries = tile.all_here.at[lax.optimization_barrier(tile.warpgroup)]
         result, score = _multiply(result, weight, v.tiles.at[stage], queries, keys, turns, interpret=call.interpret)
         plgpu.barrier_arrive(v.free.at[stage])
         plgpu.barrier_arrive(k.free.at[following])
@@ -233,6 +238,22 @@ def store_strip(result: Float[Array, "queries D"], tile: QueryTile, plain: Any, 
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the next rows take the same place
 
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the tile, before the program ends
+
+
+def store_part(
+    result: Float[Array, "queries D"], weight: Float[Array, "queries"], room: tuple[Any, Any], to: tuple[Any, Any]
+) -> None:
+    """Store a part's result, some columns at a time, and the logarithm of its sum of weights."""
+    (tile, weight_tile), (out, weights) = room, to
+    weight_tile[...] = weight
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(weight_tile, weights)
+    columns = tile.shape[1]
+    for column in range(0, result.shape[1], columns):
+        tile[...] = result[:, column : column + columns]
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(tile, out.at[:, pl.ds(column, columns)])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the next columns take the same place
 
 
 def _mask(part: Part, position: Array, score: Float[Array, "queries keys"], call: Call) -> Float[Array, "queries keys"]:

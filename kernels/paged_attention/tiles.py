@@ -97,10 +97,6 @@ def choose_advance_tiles(
     # parts; yet up to eight, so that a long row among many is not the last to end by far.
     at_once = max(1, _PROGRAMS // (rows * kv_heads))
     parts, least_pages = max(_MIN_PARTS, at_once), min(max(_MIN_PAGES, _SPLIT_PAGES // at_once), _MAX_PAGES)
-    # Combining waits for memory more than it computes: a program alone on its multiprocessor has all it can in flight.
-    combine_stages = (SHARED_BYTES - _OTHER_BYTES - out_bytes) // (TILE_QUERIES * (columns + 1) * 4)
-    if rows * kv_heads * query_tiles * (width // columns) > _PROGRAMS:
-        combine_stages = _COMBINE_STAGES
     return AdvanceTiles(
         query_tiles=query_tiles,
         tile_queries=-(-tile_queries // 8) * 8,
@@ -110,8 +106,16 @@ def choose_advance_tiles(
         load_registers=24,
         parts=min(parts, -(-blocks // least_pages)),
         least_pages=least_pages,
-        combine_stages=combine_stages,
+        combine_stages=choose_combine_stages(rows * kv_heads * query_tiles * (width // columns), columns),
     )
+
+
+def choose_combine_stages(programs: int, columns: int) -> int:
+    """Choose how many results of parts shared memory holds, for so many programs that combine so many columns."""
+    # Combining waits for memory more than it computes: a program alone on its multiprocessor has all it can in flight.
+    if programs > _PROGRAMS:
+        return _COMBINE_STAGES
+    return (SHARED_BYTES - _OTHER_BYTES - TILE_QUERIES * columns * 4) // (TILE_QUERIES * (columns + 1) * 4)
 
 
 def num_pages(num_keys: Int[Array, "*rows"]) -> Int[Array, "*rows"]:
