@@ -18,7 +18,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from gdn_jax.kernels.anchors import AdvanceRows
-from gdn_jax.kernels.dispatch import UnsupportedKernelError
 from gdn_jax.kernels.mosaic import swizzled
 from gdn_jax.kernels.numerics import CHUNK
 from gdn_jax.kernels.paged_attention.mosaic_combine import CombineSizes, combine_parts
@@ -28,7 +27,7 @@ from gdn_jax.kernels.paged_attention.tiles import (
     TILE_QUERIES,
     AdvanceTiles,
     check_advance,
-    check_dtype,
+    check_dtypes,
     choose_advance_tiles,
     num_pages,
     run_of,
@@ -61,19 +60,13 @@ def paged_attention_advance(
         interpret: whether this is traced for the interpreter, which also takes float32.
 
     Raises:
-        UnsupportedKernelError: for what `check_dtype` and `check_advance` refuse.
+        UnsupportedKernelError: for what `check_dtypes` and `check_advance` refuse.
     """
     num_rows, window, query_heads, width = q.shape
     kv_heads = k_pages.shape[2]
     group = query_heads // kv_heads
     queries = window * group
-    if len({q.dtype, k_pages.dtype, v_pages.dtype}) > 1:
-        raise UnsupportedKernelError(
-            f"queries and pages must be of one dtype for the Mosaic attention; got {q.dtype}, {k_pages.dtype} and "
-            f"{v_pages.dtype}; ask for kernels='jax'"
-        )
-    if not interpret:  # which runs float32 too
-        check_dtype(q.dtype)
+    check_dtypes(q.dtype, k_pages.dtype, v_pages.dtype, interpret=interpret)
     check_advance(width=width, block_size=k_pages.shape[1], queries=queries)
     tiles = tiles or choose_advance_tiles(
         rows=num_rows,

@@ -22,7 +22,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from gdn_jax.kernels.anchors import PrefillRows
-from gdn_jax.kernels.dispatch import UnsupportedKernelError
 from gdn_jax.kernels.gated_delta.mosaic_blanks import fill_gaps
 from gdn_jax.kernels.mosaic import swizzled
 from gdn_jax.kernels.numerics import CHUNK
@@ -38,14 +37,19 @@ from gdn_jax.kernels.paged_attention.mosaic_strip import (
     store_part,
     store_strip,
 )
-from gdn_jax.kernels.paged_attention.prefill_tiles import (
-    WARPGROUPS,
-    PrefillTiles,
-    check_prefill,
-    choose_prefill_tiles,
+from gdn_jax.kernels.paged_attention.prefill_tiles import WARPGROUPS, PrefillTiles, choose_prefill_tiles
+from gdn_jax.kernels.paged_attention.strips import (
+    BEGIN,
+    END,
+    KEYS,
+    PAGES,
+    POSITION,
+    ROW,
+    TOKEN,
+    longest_first,
+    strips_of,
 )
-from gdn_jax.kernels.paged_attention.strips import BEGIN, END, KEYS, PAGES, POSITION, ROW, TOKEN, longest_first, strips_of
-from gdn_jax.kernels.paged_attention.tiles import TILE_QUERIES, check_dtype, choose_combine_stages
+from gdn_jax.kernels.paged_attention.tiles import TILE_QUERIES, check_dtypes, check_pages, choose_combine_stages
 
 
 @partial(jax.jit, static_argnames=("first_key", "tiles", "interpret"))
@@ -73,25 +77,18 @@ def paged_attention_prefill(
         interpret: whether this is traced for the interpreter, which also takes float32.
 
     Raises:
-        UnsupportedKernelError: for what `check_dtype` and `check_prefill` refuse.
+        UnsupportedKernelError: for what `check_dtypes` and `check_pages` refuse.
     """
     num_tokens, query_heads, width = q.shape
     kv_heads = k_pages.shape[2]
-    group = query_heads // kv_heads
-    if len({q.dtype, k_pages.dtype, v_pages.dtype}) > 1:
-        raise UnsupportedKernelError(
-            f"queries and pages must be of one dtype for the Mosaic attention; got {q.dtype}, {k_pages.dtype} and "
-            f"{v_pages.dtype}; ask for kernels='jax'"
-        )
-    if not interpret:  # which runs float32 too
-        check_dtype(q.dtype)
-    check_prefill(width=width, block_size=k_pages.shape[1], group=group)
+    check_dtypes(q.dtype, k_pages.dtype, v_pages.dtype, interpret=interpret)
+    check_pages(width=width, block_size=k_pages.shape[1])
     tiles = tiles or choose_prefill_tiles(
         num_tokens=num_tokens,
         rows=block_tables.shape[0],
         blocks=block_tables.shape[1],
         kv_heads=kv_heads,
-        group=group,
+        group=query_heads // kv_heads,
         width=width,
         item_bytes=min(q.dtype.itemsize, 2),  # the interpreter, which alone takes float32, does not run out of memory
     )
@@ -103,7 +100,7 @@ def paged_attention_prefill(
         return _attend_strips(*arrays, longest_first(strips), rows, call)[:num_tokens]
     parts, weight = _attend_parts(*arrays, strips, call)
     used = -(-strips[:, PAGES] // tiles.part_pages)
-    programs = strips.shape[0] * kv_heads * WARPGROUPS * (width // tiles.columns)
+    programs = strips.shape[0] * parts.shape[1] * WARPGROUPS * (width // tiles.columns)
     stages = choose_combine_stages(programs, tiles.columns)
     sizes = CombineSizes(tile_queries=TILE_QUERIES, columns=tiles.columns, stages=stages)
     combined = combine_parts(parts, weight, used, jnp.full_like(used, parts.shape[3]), q.dtype, sizes)
@@ -120,35 +117,35 @@ def _attend_strips(
     call: Call,
 ) -> Float[Array, "T Hq D"]:
     """Return the outputs of all tokens, each strip attending to all its pages."""
-    tiles, kv_heads = call.tiles, k_pages.shape[2]
+    tiles, head_tiles = call.tiles, call.tiles.head_tiles * k_pages.shape[2]
 
     def paged_attention_prefill(
         q: Any, k_pages: Any, v_pages: Any, tables: Any, strips: Any, rows: dict[str, Any], out: Any, **room: Any
     ) -> None:
-        head, program, warpgroup = (lax.axis_index(name) for name in ("head", "program", "warpgroup"))
+        head_tile, program, warpgroup = (lax.axis_index(name) for name in ("head_tile", "program", "warpgroup"))
         plain = room["plain"].at[warpgroup]
 
         @pl.when((program == 0) & (warpgroup < WARPGROUPS))
         def _() -> None:
-            _fill_heads(rows, out, plain, head, warpgroup, tiles)
+            _fill_heads(rows, out, plain, head_tile, warpgroup, tiles)
 
         @pl.when(program > 0)
         def _() -> None:
             strip = strips.at[program - 1]
-            part = _part_of(strip, head, jnp.int32(0), tiles)
 
             def store(result: Array, weight: Array, tile: QueryTile) -> None:
                 store_strip(result, tile, plain, out, tiles)
 
-            _run_part(part, strip, (q, k_pages, v_pages, tables), room, store, call)
+            part = _part_of(strip, head_tile, jnp.int32(0), tiles)
+            _run_part(part, strip, head_tile, (q, k_pages, v_pages, tables), room, store, call)
 
     return plgpu.kernel(
         paged_attention_prefill,
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
         scratch_types={**_room(q, tiles), "plain": plgpu.SMEM((WARPGROUPS, tiles.plain_rows, q.shape[2]), q.dtype)},
         # One program more zeroes what no row owns. It is the first, as that may take long.
-        grid=(kv_heads, 1 + strips.shape[0]),
-        grid_names=("head", "program"),
+        grid=(head_tiles, 1 + strips.shape[0]),
+        grid_names=("head_tile", "program"),
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
@@ -162,27 +159,26 @@ def _attend_parts(
     block_tables: Int[Array, "rows blocks"],
     strips: Int[Array, "strips 7"],
     call: Call,
-) -> tuple[Float[Array, "strips Hkv parts queries D"], Float[Array, "strips Hkv parts queries"]]:
+) -> tuple[Float[Array, "strips head_tiles parts queries D"], Float[Array, "strips head_tiles parts queries"]]:
     """Return each part's result, and the base-2 logarithm of its sum of weights; unset for parts not in use."""
     tiles, width = call.tiles, q.shape[2]
-    shape = (strips.shape[0], k_pages.shape[2], tiles.parts, WARPGROUPS * TILE_QUERIES)
+    head_tiles = tiles.head_tiles * k_pages.shape[2]
+    shape = (strips.shape[0], head_tiles, tiles.parts, WARPGROUPS * TILE_QUERIES)
 
     def paged_attention_prefill_parts(
         q: Any, k_pages: Any, v_pages: Any, tables: Any, strips: Any, out: Any, weights: Any, **room: Any
     ) -> None:
-        head, index, strip, warpgroup = (lax.axis_index(name) for name in ("head", "part", "strip", "warpgroup"))
-        part = _part_of(strips.at[strip], head, index, tiles)
-        there = (strip, head, index, pl.ds(warpgroup * TILE_QUERIES, TILE_QUERIES))
+        names = "head_tile", "part", "strip", "warpgroup"
+        head_tile, index, number, warpgroup = (lax.axis_index(name) for name in names)
+        strip = strips.at[number]
 
         def store(result: Array, weight: Array, tile: QueryTile) -> None:
-            store_part(
-                result,
-                weight,
-                (room["out_tiles"].at[warpgroup], room["weight_tiles"].at[warpgroup]),
-                (out.at[there], weights.at[there]),
-            )
+            there = (number, head_tile, index, pl.ds(warpgroup * TILE_QUERIES, TILE_QUERIES))
+            here = room["out_tiles"].at[warpgroup], room["weight_tiles"].at[warpgroup]
+            store_part(result, weight, here, (out.at[there], weights.at[there]))
 
-        _run_part(part, strips.at[strip], (q, k_pages, v_pages, tables), room, store, call)
+        part = _part_of(strip, head_tile, index, tiles)
+        _run_part(part, strip, head_tile, (q, k_pages, v_pages, tables), room, store, call)
 
     lead = (WARPGROUPS, TILE_QUERIES)
     return plgpu.kernel(
@@ -193,8 +189,8 @@ def _attend_parts(
             "out_tiles": plgpu.SMEM((*lead, tiles.columns), jnp.float32, transforms=swizzled(jnp.float32)),
             "weight_tiles": plgpu.SMEM(lead, jnp.float32),
         },
-        grid=(shape[1], tiles.parts, shape[0]),
-        grid_names=("head", "part", "strip"),
+        grid=(head_tiles, tiles.parts, strips.shape[0]),
+        grid_names=("head_tile", "part", "strip"),
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
@@ -202,16 +198,12 @@ def _attend_parts(
 
 
 def _tokens_of(
-    combined: Float[Array, "strips Hkv queries D"], rows: PrefillRows, num_tokens: int, tiles: PrefillTiles
+    combined: Float[Array, "strips head_tiles queries D"], rows: PrefillRows, num_tokens: int, tiles: PrefillTiles
 ) -> Float[Array, "T Hq D"]:
     """Return the outputs of packed tokens, which few are here, from those of strips; zeros for tokens of no row."""
-    num_strips, kv_heads, _, width = combined.shape
-    of_tiles = combined.reshape(num_strips, kv_heads, WARPGROUPS, TILE_QUERIES, width)
-    of_tiles = of_tiles[:, :, :, : tiles.heads * tiles.tokens]
-    of_tiles = of_tiles.reshape(num_strips, kv_heads, WARPGROUPS, tiles.heads, tiles.tokens, width)
-    # A warpgroup has tokens of its own, or heads.
-    order = (0, 2, 4, 1, 3, 5) if tiles.head_tiles == 1 else (0, 4, 1, 2, 3, 5)
-    of_strips = of_tiles.transpose(order).reshape(num_strips * tiles.strip_tokens, -1, width)
+    num_strips, head_tiles, _, width = combined.shape
+    apart = combined.reshape(num_strips, head_tiles, WARPGROUPS, tiles.heads, tiles.tokens, width)
+    of_strips = apart.transpose(0, 2, 4, 1, 3, 5).reshape(num_strips * tiles.strip_tokens, -1, width)
     row, owned = rows.row_of(num_tokens)
     token = jnp.arange(num_tokens, dtype=jnp.int32)
     number = token // tiles.strip_tokens + row
@@ -237,12 +229,12 @@ def _room(q: Float[Array, "T Hq D"], tiles: PrefillTiles) -> dict[str, Any]:
     }
 
 
-def _part_of(strip: Any, head: Array, index: Array, tiles: PrefillTiles) -> Part:
+def _part_of(strip: Any, head_tile: Array, index: Array, tiles: PrefillTiles) -> Part:
     """Return which pages a program reads; for inside a kernel, like what follows."""
     first, pages = index * tiles.part_pages, strip[PAGES]
     return Part(
         row=strip[ROW],
-        head=head,
+        head=lax.div(head_tile, jnp.int32(tiles.head_tiles)),
         index=index,
         first=first,
         count=jnp.minimum(pages - first, tiles.part_pages) if tiles.part_pages else pages,
@@ -252,9 +244,15 @@ def _part_of(strip: Any, head: Array, index: Array, tiles: PrefillTiles) -> Part
 
 
 def _run_part(
-    part: Part, strip: Any, arrays: tuple[Any, ...], room: dict[str, Any], store: Callable[..., None], call: Call
+    part: Part,
+    strip: Any,
+    head_tile: Array,
+    arrays: tuple[Any, ...],
+    room: dict[str, Any],
+    store: Callable[[Array, Array, QueryTile], None],
+    call: Call,
 ) -> None:
-    """Run one program: one warpgroup loads its pages, the others multiply."""
+    """Run one program: one warpgroup loads its pages, the others multiply and store."""
     (q, k_pages, v_pages, tables), tiles = arrays, call.tiles
     warpgroup = lax.axis_index("warpgroup")
 
@@ -268,17 +266,14 @@ def _run_part(
         @pl.when(warpgroup < WARPGROUPS)
         def _() -> None:
             plgpu.set_max_registers(tiles.attend_registers, action="increase")
-            # With one tile for all heads of a group warpgroups have other tokens, else other heads.
-            shift, first_head = warpgroup * tiles.tokens, jnp.int32(0)
-            if tiles.head_tiles > 1:
-                shift, first_head = jnp.int32(0), warpgroup * tiles.heads
+            shift = warpgroup * tiles.tokens
             tile = QueryTile(
                 all_here=room["q_tiles"],
                 warpgroup=warpgroup,
                 token=strip[TOKEN] + shift,
                 begin=strip[BEGIN],
                 end=strip[END],
-                head=part.head * (tiles.heads * tiles.head_tiles) + first_head,
+                head=head_tile * tiles.heads,
             )
             load_queries(tile, q, room["loaded"].at[warpgroup], tiles)
             mine = replace(part, start=part.start + shift)
@@ -286,13 +281,12 @@ def _run_part(
 
 
 def _fill_heads(
-    rows: dict[str, Any], out: Any, zeros: Any, head: Array, warpgroup: Array, tiles: PrefillTiles
+    rows: dict[str, Any], out: Any, zeros: Any, head_tile: Array, warpgroup: Array, tiles: PrefillTiles
 ) -> None:
-    """Zero what no row owns of the query heads that read a KV head, every other one of them."""
-    heads = tiles.heads * tiles.head_tiles
+    """Zero what no row owns of the heads of a tile, every other one of them."""
 
     def fill(member: Array, nothing: None) -> None:
-        fill_gaps(rows, out.at[:, head * heads + member * WARPGROUPS + warpgroup], zeros)
+        fill_gaps(rows, out.at[:, head_tile * tiles.heads + member * WARPGROUPS + warpgroup], zeros)
         return nothing
 
-    lax.fori_loop(0, lax.div(heads - warpgroup + (WARPGROUPS - 1), WARPGROUPS), fill, None)
+    lax.fori_loop(0, lax.div(tiles.heads - warpgroup + (WARPGROUPS - 1), jnp.int32(WARPGROUPS)), fill, None)

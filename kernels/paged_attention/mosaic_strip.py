@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from math import e, log2
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -42,7 +41,7 @@ class QueryTile:
     """The queries of one warpgroup."""
 
     all_here: Any  # [WARPGROUPS, TILE_QUERIES, width] in shared memory; the result takes their place
-    warpgroup: Array
+    warpgroup: Array  # which of those that multiply
     token: Array  # packed index of the first token
     begin: Array  # packed tokens that are the row's, from here
     end: Array  # to before here
@@ -216,7 +215,7 @@ def store_strip(result: Float[Array, "queries D"], tile: QueryTile, plain: Any, 
         # Only a tile that is not swizzled can be copied from any row on.
         size = tiles.plain_rows
         layout = RowsOverLanes(size, 16, jnp.float16).matrix
-        for first in range(0, tiles.heads * tiles.tokens, size):
+        for first in range(0, TILE_QUERIES, size):
             for column in range(0, tile.here.shape[1], tiles.columns):
                 columns = pl.ds(column, tiles.columns)
                 values = plgpu.load(tile.here.at[pl.ds(first, size), columns], layout=layout)
@@ -227,7 +226,7 @@ def store_strip(result: Float[Array, "queries D"], tile: QueryTile, plain: Any, 
                 head, place = lax.div(first + index, tiles.tokens), lax.rem(first + index, tiles.tokens)
                 token = tile.token + place
 
-                @pl.when((token >= tile.begin) & (token < tile.end) & (head < tiles.heads))
+                @pl.when((token >= tile.begin) & (token < tile.end))
                 def _() -> None:
                     there = out.at[pl.ds(token, 1), tile.head + head]
                     plgpu.copy_smem_to_gmem(plain.at[pl.ds(index, 1)], there)
@@ -279,7 +278,11 @@ def _clear_unowned(part: Part, position: Array, values: Any, call: Call) -> None
         for column in range(0, values.shape[1], columns):
             there = values.at[pl.ds(key, _CLEARED_KEYS), pl.ds(column, columns)]
             old = plgpu.load(there, layout=layout.matrix)
-            owned = is_owned(part, plgpu.broadcasted_iota(jnp.int32, old.shape, 0, layout=layout.matrix) + position + key, call.first_key)
+            owned = is_owned(
+                part,
+                plgpu.broadcasted_iota(jnp.int32, old.shape, 0, layout=layout.matrix) + position + key,
+                call.first_key,
+            )
             there[...] = jnp.where(owned, old, jnp.zeros_like(old))
     plgpu.commit_smem()
 
