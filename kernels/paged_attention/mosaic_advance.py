@@ -127,7 +127,7 @@ def _attend_parts(
             def _load():
                 if tiles.query_tiles > 1:  # else each thread may have 255 registers
                     plgpu.set_max_registers(tiles.load_registers, action="decrease")
-                load_pages(part, tables, ((k_pages, k), (v_pages, v)), tiles.stages)
+                load_pages(part, tables, ((k_pages, k), (v_pages, v)), tiles)
 
             @pl.when(warpgroup < tiles.query_tiles)
             def _attend():

@@ -64,15 +64,15 @@ class Queries:
     cleared: Any  # barrier that completes when that is done
 
 
-def load_pages(part: Part, tables, sources, stages: int) -> None:
+def load_pages(part: Part, tables, sources, tiles: AdvanceTiles) -> None:
     """Copy the part's pages into the rings, each as soon as there is room."""
 
     def load(index, nothing):
-        stage = lax.rem(index, jnp.int32(stages))
+        stage = lax.rem(index, jnp.int32(tiles.stages))
         page = tables[part.row, part.first + index]
         for pages, ring in sources:
 
-            @pl.when(index >= stages)
+            @pl.when(index >= tiles.stages)
             def _wait(free=ring.free):
                 plgpu.barrier_wait(free.at[stage])
 
@@ -81,12 +81,12 @@ def load_pages(part: Part, tables, sources, stages: int) -> None:
 
     def see_out(index, nothing):
         for _, ring in sources:
-            plgpu.barrier_wait(ring.free.at[lax.rem(index, jnp.int32(stages))])
+            plgpu.barrier_wait(ring.free.at[lax.rem(index, jnp.int32(tiles.stages))])
         return nothing
 
     lax.fori_loop(0, part.count, load, None)
     # Every completion of a barrier is to be waited for, those after the last copy, too.
-    lax.fori_loop(jnp.maximum(part.count - stages, 0), part.count, see_out, None)
+    lax.fori_loop(jnp.maximum(part.count - tiles.stages, 0), part.count, see_out, None)
 
 
 def attend_pages(part: Part, queries: Queries, k: Ring, v: Ring, plan: Plan) -> tuple[Array, Array]:
@@ -131,9 +131,8 @@ def _mask(part: Part, position, score, queries: Queries, plan: Plan):
     def mask(score):
         query = plgpu.broadcasted_iota(jnp.int32, score.shape, 0, layout=plgpu.Layout.WGMMA) + queries.first
         # Query i is that of token i // group: it sees a key at or before start + i // group.
-        key = keys_of(position, score.shape, 1)
-        seen = (key - part.start) * plan.group <= query
-        return jnp.where(seen & is_owned(part, key, plan.first_key), score, MASKED)
+        seen = (keys_of(position, score.shape, 1) - part.start) * plan.group <= query
+        return jnp.where(seen & is_owned(part, keys_of(position, score.shape, 1), plan.first_key), score, MASKED)
 
     end = position + CHUNK
     whole = (end <= part.start + 1) & (end <= part.num_keys) & (position >= plan.first_key)
@@ -147,21 +146,16 @@ def _clear_unowned(part: Part, position, tile, queries: Queries, plan: Plan) -> 
     def _clear():
         @pl.when(queries.clears)
         def _write():
-            clear_values(part, position, tile, first_key=plan.first_key, columns=plan.tiles.columns)
+            for column in range(0, tile.shape[1], plan.tiles.columns):
+                columns = tile.at[:, pl.ds(column, plan.tiles.columns)]
+                values = plgpu.load(columns, layout=plgpu.Layout.WGMMA)
+                owned = is_owned(part, keys_of(position, values.shape, 0), plan.first_key)
+                columns[...] = jnp.where(owned, values, jnp.zeros_like(values))
+            plgpu.commit_smem()
 
         if plan.tiles.query_tiles > 1:
             plgpu.barrier_arrive(queries.cleared)
             plgpu.barrier_wait(queries.cleared)
-
-
-def clear_values(part: Part, position, tile, *, first_key: int, columns: int) -> None:
-    """Zero the unowned values of a page, whose first key stands at `position`, some columns at a time."""
-    for column in range(0, tile.shape[1], columns):
-        there = tile.at[:, pl.ds(column, columns)]
-        values = plgpu.load(there, layout=plgpu.Layout.WGMMA)
-        owned = is_owned(part, keys_of(position, values.shape, 0), first_key)
-        there[...] = jnp.where(owned, values, jnp.zeros_like(values))
-    plgpu.commit_smem()
 
 
 def keys_of(position, shape, axis: int):

@@ -273,17 +273,13 @@ def _mask(part: Part, position: Array, score: Float[Array, "queries keys"], call
 def _clear_unowned(part: Part, position: Array, values: Any, call: Call) -> None:
     """Zero the unowned values of a page whose first key stands at `position`."""
     columns = call.tiles.columns
-    layout = RowsOverLanes(_CLEARED_KEYS, _LANES, values.dtype)
-    for key in range(0, CHUNK, _CLEARED_KEYS):
+    layout = RowsOverLanes(_CLEARED_KEYS, _LANES, values.dtype).matrix
+    for first in range(0, CHUNK, _CLEARED_KEYS):
+        key = plgpu.broadcasted_iota(jnp.int32, (_CLEARED_KEYS, columns), 0, layout=layout) + (position + first)
         for column in range(0, values.shape[1], columns):
-            there = values.at[pl.ds(key, _CLEARED_KEYS), pl.ds(column, columns)]
-            old = plgpu.load(there, layout=layout.matrix)
-            owned = is_owned(
-                part,
-                plgpu.broadcasted_iota(jnp.int32, old.shape, 0, layout=layout.matrix) + position + key,
-                call.first_key,
-            )
-            there[...] = jnp.where(owned, old, jnp.zeros_like(old))
+            there = values.at[pl.ds(first, _CLEARED_KEYS), pl.ds(column, columns)]
+            old = plgpu.load(there, layout=layout)
+            there[...] = jnp.where(is_owned(part, key, call.first_key), old, jnp.zeros_like(old))
     plgpu.commit_smem()
 
 
