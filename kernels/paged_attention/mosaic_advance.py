@@ -82,9 +82,14 @@ def paged_attention_advance(
     packed = jnp.pad(packed, ((0, 0), (0, 0), (0, tiles.query_tiles * tiles.tile_queries - queries), (0, 0)))
     plan = Plan(group=group, first_key=first_key, tiles=tiles, interpret=interpret)
     parts = _attend_parts(packed, k_pages, v_pages, block_tables, start, num_keys, plan)
-    used, _ = split(num_pages(num_keys), tiles)
-    sizes = CombineSizes(tile_queries=tiles.tile_queries, columns=tiles.columns, stages=tiles.combine_stages)
-    out = combine_parts(*parts, used, rows.num_new * group, q.dtype, sizes)
+    sizes = CombineSizes(
+        parts_of=lambda keys: split(num_pages(keys), tiles)[0],
+        group=group,
+        tile_queries=tiles.tile_queries,
+        columns=tiles.columns,
+        stages=tiles.combine_stages,
+    )
+    out = combine_parts(*parts, num_keys, rows.num_new, q.dtype, sizes)
     out = out[:, :, :queries].reshape(num_rows, kv_heads, window, group, width)
     return out.swapaxes(1, 2).reshape(q.shape)
 

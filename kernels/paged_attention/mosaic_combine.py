@@ -8,6 +8,7 @@ in float32, part after part, the highest w so far kept aside as in an online sof
 of queries of one row and KV head and for some columns; it reads only the parts that are in use.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -24,8 +25,10 @@ from gdn_jax.kernels.paged_attention.tiles import TILE_QUERIES
 
 @dataclass(frozen=True, kw_only=True)
 class CombineSizes:
-    """How the work is cut."""
+    """How the parts were made, and how the work is cut."""
 
+    parts_of: Callable[[Array], Array]  # the parts of a row that are in use, from its length; traced inside the kernel
+    group: int  # queries of one token that read the same KV head
     tile_queries: int  # of one program, a multiple of 8
     columns: int  # of one program
     stages: int  # results of parts that shared memory holds
@@ -34,8 +37,8 @@ class CombineSizes:
 def combine_parts(
     parts: Float[Array, "rows Hkv parts queries D"],
     weight: Float[Array, "rows Hkv parts queries"],
-    used: Int[Array, "rows"],
-    real: Int[Array, "rows"],
+    length: Int[Array, "rows"],
+    num_new: Int[Array, "rows"],
     dtype: jnp.dtype,
     sizes: CombineSizes,
 ) -> Float[Array, "rows Hkv queries D"]:
@@ -44,8 +47,8 @@ def combine_parts(
     Args:
         parts: the parts' results; those not in use may hold anything.
         weight: base-2 logarithms of their sums of weights, `LOWEST` for no keys.
-        used: parts of each row that are in use, the first ones.
-        real: queries of each row that are real, the first ones; others get zeros.
+        length: of each row, from which its number of parts follows.
+        num_new: tokens of each row that are real; the queries of others get zeros.
         dtype: what the result is rounded to.
         sizes: how the work is cut; `queries` is a multiple of its `tile_queries`, D of its `columns`.
     """
@@ -53,10 +56,10 @@ def combine_parts(
     shape, stages = (TILE_QUERIES, sizes.columns), min(num_parts, sizes.stages)
 
     def paged_attention_combine(
-        parts, weight, used, real, out, part_ring, weight_ring, out_tile, part_here, weight_here
+        parts, weight, length, num_new, out, part_ring, weight_ring, out_tile, part_here, weight_here
     ):
         row, head, tile, column = (lax.axis_index(name) for name in ("row", "head", "tile", "column"))
-        count = used[row]
+        used = sizes.parts_of(length[row])
         kept = pl.ds(0, sizes.tile_queries)
         there = pl.ds(tile * sizes.tile_queries, sizes.tile_queries)
         columns = pl.ds(column * sizes.columns, sizes.columns)
@@ -75,7 +78,7 @@ def combine_parts(
             one = plgpu.load(weight_ring.at[stage], layout=plgpu.Layout.WGMMA.reduce(1))
             values = plgpu.load(part_ring.at[stage], layout=plgpu.Layout.WGMMA)
 
-            @pl.when(index + stages < count)
+            @pl.when(index + stages < used)
             def _load_next():
                 plgpu.commit_smem()  # the copy comes after what was read from its place
                 load(index + stages, None)
@@ -85,17 +88,17 @@ def combine_parts(
             sums = sums * lax.broadcast_in_dim(shrink, shape, [0]) + values * lax.broadcast_in_dim(share, shape, [0])
             return after, total * shrink + share, sums
 
-        lax.fori_loop(0, jnp.minimum(count, stages), load, None)
+        lax.fori_loop(0, jnp.minimum(used, stages), load, None)
         by_query = plgpu.Layout.WGMMA.reduce(1)
         start = (
             plgpu.layout_cast(jnp.full(shape[:1], LOWEST, jnp.float32), by_query),
             plgpu.layout_cast(jnp.zeros(shape[:1], jnp.float32), by_query),
             plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA),
         )
-        _, total, sums = lax.fori_loop(0, count, add, start)
+        _, total, sums = lax.fori_loop(0, used, add, start)
         sums = sums * lax.broadcast_in_dim(1.0 / jnp.where(total > 0, total, 1.0), shape, [0])
         query = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA) + tile * sizes.tile_queries
-        out_tile[...] = jnp.where(query < real[row], sums, 0.0).astype(dtype)
+        out_tile[...] = jnp.where(query < num_new[row] * sizes.group, sums, 0.0).astype(dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(out_tile.at[kept], out.at[row, head, there, columns])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -113,4 +116,4 @@ def combine_parts(
         grid=(num_rows, kv_heads, queries // sizes.tile_queries, width // sizes.columns),
         grid_names=("row", "head", "tile", "column"),
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
-    )(parts, weight, used, real)
+    )(parts, weight, length, num_new)

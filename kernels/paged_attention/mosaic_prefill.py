@@ -99,11 +99,19 @@ def paged_attention_prefill(
     if not tiles.part_pages:
         return _attend_strips(*arrays, longest_first(strips), rows, call)[:num_tokens]
     parts, weight = _attend_parts(*arrays, strips, call)
-    used = -(-strips[:, PAGES] // tiles.part_pages)
+    queries = parts.shape[3]
     programs = strips.shape[0] * parts.shape[1] * WARPGROUPS * (width // tiles.columns)
-    stages = choose_combine_stages(programs, tiles.columns)
-    sizes = CombineSizes(tile_queries=TILE_QUERIES, columns=tiles.columns, stages=stages)
-    combined = combine_parts(parts, weight, used, jnp.full_like(used, parts.shape[3]), q.dtype, sizes)
+    sizes = CombineSizes(
+        parts_of=lambda pages: lax.div(pages + (tiles.part_pages - 1), jnp.int32(tiles.part_pages)),
+        group=queries,
+        tile_queries=TILE_QUERIES,
+        columns=tiles.columns,
+        stages=choose_combine_stages(programs, tiles.columns),
+    )
+    pages = strips[:, PAGES]
+    combined = combine_parts(
+        parts, weight, pages, jnp.ones_like(pages), q.dtype, sizes
+    )  # which are real is seen to here
     return _tokens_of(combined, rows, num_tokens, tiles)
 
 

@@ -309,5 +309,6 @@ def _multiply(
         turns.pass_on()
         return sums[...], scores[...]
 
-    accumulators = (plgpu.WGMMAAccumulatorRef(array, jnp.float32) for array in (result.shape, (TILE_QUERIES, CHUNK)))
+    shapes = (TILE_QUERIES, result.shape[1]), (TILE_QUERIES, CHUNK)
+    accumulators = (plgpu.WGMMAAccumulatorRef(shape, jnp.float32) for shape in shapes)
     return lax.optimization_barrier(pl.run_scoped(multiply, *accumulators))
