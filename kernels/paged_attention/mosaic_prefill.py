@@ -27,11 +27,10 @@ from gdn_jax.kernels.mosaic import swizzled
 from gdn_jax.kernels.numerics import CHUNK
 from gdn_jax.kernels.paged_attention.mosaic_combine import CombineSizes, combine_parts
 from gdn_jax.kernels.paged_attention.mosaic_pages import Part, Ring
-from gdn_jax.kernels.paged_attention.mosaic_strip import (
+from gdn_jax.kernels.paged_attention.mosaic_strip import Turns, attend_strip
+from gdn_jax.kernels.paged_attention.mosaic_strip_copies import (
     Call,
     QueryTile,
-    Turns,
-    attend_strip,
     load_pages,
     load_queries,
     store_part,
