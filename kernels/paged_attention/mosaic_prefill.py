@@ -108,9 +108,8 @@ def paged_attention_prefill(
         stages=choose_combine_stages(programs, tiles.columns),
     )
     pages = strips[:, PAGES]
-    combined = combine_parts(
-        parts, weight, pages, jnp.ones_like(pages), q.dtype, sizes
-    )  # which are real is seen to here
+    every = jnp.ones_like(pages)  # which queries are tokens of a row is seen to after
+    combined = combine_parts(parts, weight, pages, every, q.dtype, sizes)
     return _tokens_of(combined, rows, num_tokens, tiles)
 
 

@@ -53,7 +53,7 @@ def strips_of(
         BEGIN: begin,
         END: end,
         KEYS: keys,
-        PAGES: (seen + CHUNK - 1) // CHUNK,
+        PAGES: jnp.maximum((seen + CHUNK - 1) // CHUNK, 1),  # a row without pages reads the null page, and sees none
     }
     of_rows = jnp.stack([fields[which] for which in range(len(fields))], axis=1)  # of which one row uses a number
     return jnp.sum(jnp.where(is_used[:, None], of_rows, 0), axis=2, dtype=jnp.int32)

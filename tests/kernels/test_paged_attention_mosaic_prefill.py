@@ -103,10 +103,12 @@ def test_keys_before_the_first_are_not_seen_even_if_they_are_not_numbers() -> No
 
 
 def test_a_query_past_the_pages_its_row_owns_reads_only_owned_keys() -> None:
-    held = sequences([CHUNK, 12 * CHUNK], heads=1, width=64)
-    rows = prefill_rows(((CHUNK - 2, 5), (12 * CHUNK - 1, 3)))  # past the table's entries; past its width
+    held = sequences([CHUNK, 6 * CHUNK, 0], heads=1, width=64, table=6)
+    rows = prefill_rows(((CHUNK - 2, 5), (6 * CHUNK - 1, 3), (9, 4)))  # past the table's entries; its width; no entry
     q = queries(NUM_TOKENS, 4, 64)
-    np.testing.assert_allclose(attend(q, held, rows), expected(q, held, rows), **CLOSE)
+    got = attend(q, held, rows)
+    np.testing.assert_allclose(got, expected(q, held, rows), **CLOSE)
+    assert not np.any(got[span_of(rows, 2)])
 
 
 @pytest.mark.parametrize(("dtype", "width"), [(jnp.bfloat16, 256), (jnp.float16, 128)])
