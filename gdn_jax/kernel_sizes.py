@@ -29,4 +29,5 @@ def check_kernel_sizes(
     )
     if dtype != jnp.float32:
         group = config.num_attention_heads // config.num_kv_heads
+        # Attention of prefill asks for no more: it runs any number of heads per KV head.
         check_advance(width=config.head_dim, block_size=block_size, queries=window * group)

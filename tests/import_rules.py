@@ -98,6 +98,7 @@ JITTED = {
     "kernels.gated_delta.mosaic_prefill": {"gdn_prefill"},
     "kernels.gdn_mixer.mosaic_advance": {"gdn_mixer_advance"},
     "kernels.paged_attention.mosaic_advance": {"paged_attention_advance"},
+    "kernels.paged_attention.mosaic_prefill": {"paged_attention_prefill"},
     "model": {"_prompt_logits"},
     "dummy": {"_draw"},
     "slabs": {"_store"},

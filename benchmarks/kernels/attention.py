@@ -1,6 +1,9 @@
-"""Time decode and verify attention over pages on a device, as a share of the bandwidth of a copy in the same run.
+"""Time attention over pages on a device, beside a copy and a product in the same run.
 
     python -m benchmarks.kernels.attention
+
+Decode and verify windows have their time as a share of the copy's bandwidth, spans of prefill (`prefill_attention.py`)
+as a share of the product's rate.
 
 Every case is checked first against the reference, on rows of the same lengths but fewer of them; a case whose check
 fails has no time. Pages of a row lie in random order. The outputs of a call are the queries of the next one.
@@ -18,7 +21,15 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from benchmarks.kernels.device_time import copy_bandwidth, relative_error, run_cases, time_calls, time_rows
+from benchmarks.kernels.device_time import (
+    copy_bandwidth,
+    matmul_rate,
+    relative_error,
+    run_cases,
+    time_calls,
+    time_rows,
+)
+from benchmarks.kernels.prefill_attention import PREFILL_CASES, PrefillCase, benchmark_prefill
 from benchmarks.results_file import ResultRow
 from gdn_jax.kernels.anchors import AdvanceRows
 from gdn_jax.kernels.dispatch import Implementation
@@ -82,7 +93,7 @@ class Options:
     """
 
     output: Path = Path("benchmarks/results/kernels-attention.json")
-    cases: tuple[str, ...] = tuple(CASES)
+    cases: tuple[str, ...] = (*CASES, *PREFILL_CASES)
     implementation: Literal["mosaic", "jax"] = "mosaic"
     repeats: int = 7
 
@@ -132,7 +143,7 @@ def check(case: Case, implementation: Implementation) -> float:
 
 
 def benchmark(case: Case, options: Options, bandwidth: float) -> Iterator[ResultRow]:
-    """Check, then time, one case."""
+    """Check, then time, one case of decode or verify."""
     implementation = Implementation(options.implementation)
     error = check(case, implementation)
     queries, k_pages, v_pages, tables, rows = draw(case)
@@ -150,10 +161,19 @@ def main() -> None:
     """Run the benchmark and write its results."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     options = tyro.cli(Options, description=__doc__)
-    bandwidth = copy_bandwidth()
-    rows = [ResultRow(case="copy", metric="GB/s", value=bandwidth / 1e9, unit="GB/s", implementation="xla", error=None)]
-    timed = partial(benchmark, options=options, bandwidth=bandwidth)
-    run_cases("kernels-attention", options.output, options.cases, CASES, timed, rows)
+    bandwidth, rate = copy_bandwidth(), matmul_rate()
+    measured = partial(ResultRow, implementation="xla", error=None)
+    rows = [
+        measured(case="copy", metric="GB/s", value=bandwidth / 1e9, unit="GB/s"),
+        measured(case="matmul", metric="TFLOP/s", value=rate / 1e12, unit="TFLOP/s"),
+    ]
+
+    def timed(case: Case | PrefillCase) -> Iterator[ResultRow]:
+        if isinstance(case, PrefillCase):
+            return benchmark_prefill(case, options.implementation, rate=rate, repeats=options.repeats)
+        return benchmark(case, options, bandwidth)
+
+    run_cases("kernels-attention", options.output, options.cases, {**CASES, **PREFILL_CASES}, timed, rows)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,27 @@ from gdn_jax.kernels.paged_attention.pages import token_slots, write_pages
 
 __all__ = ["paged_attention_advance", "paged_attention_prefill", "token_slots", "write_pages"]
 
-_on_tensor_cores = imported_when_called("gdn_jax.kernels.paged_attention.mosaic_advance", "paged_attention_advance")
+_prefill_on_tensor_cores = imported_when_called(
+    "gdn_jax.kernels.paged_attention.mosaic_prefill", "paged_attention_prefill"
+)
+_advance_on_tensor_cores = imported_when_called(
+    "gdn_jax.kernels.paged_attention.mosaic_advance", "paged_attention_advance"
+)
+
+
+def _mosaic_prefill(
+    q: Float[Array, "T Hq D"],
+    k_pages: Float[Array, "pages block Hkv D"],
+    v_pages: Float[Array, "pages block Hkv D"],
+    block_tables: Int[Array, "rows blocks"],
+    rows: PrefillRows,
+    first_key: int,
+) -> Float[Array, "T Hq D"]:
+    """Run 16-bit attention on tensor cores, as `_mosaic_advance`."""
+    arguments = q, k_pages, v_pages, block_tables, rows, first_key
+    if q.dtype == jnp.float32:
+        return plain.paged_attention_prefill(*arguments)
+    return _prefill_on_tensor_cores(*arguments)
 
 
 def _mosaic_advance(
@@ -33,13 +53,13 @@ def _mosaic_advance(
     arguments = q, k_pages, v_pages, block_tables, rows, first_key
     if q.dtype == jnp.float32:
         return plain.paged_attention_advance(*arguments)
-    return _on_tensor_cores(*arguments)
+    return _advance_on_tensor_cores(*arguments)
 
 
 _PREFILL = {
     Implementation.REFERENCE: reference.paged_attention_prefill,
     Implementation.JAX: plain.paged_attention_prefill,
-    Implementation.MOSAIC: plain.paged_attention_prefill,
+    Implementation.MOSAIC: plain.paged_attention_prefill,  # not `_mosaic_prefill`, until it is measured on a card
 }
 _ADVANCE = {
     Implementation.REFERENCE: reference.paged_attention_advance,

@@ -19,20 +19,20 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from gdn_jax.kernels.anchors import AdvanceRows
-from gdn_jax.kernels.dispatch import UnsupportedKernelError
 from gdn_jax.kernels.mosaic import swizzled
 from gdn_jax.kernels.numerics import CHUNK
-from gdn_jax.kernels.paged_attention.mosaic_combine import combine_parts
+from gdn_jax.kernels.paged_attention.mosaic_combine import CombineSizes, combine_parts
 from gdn_jax.kernels.paged_attention.mosaic_pages import Part, Plan, Queries, Ring, attend_pages, load_pages
 from gdn_jax.kernels.paged_attention.pages import NULL_PAGE
 from gdn_jax.kernels.paged_attention.tiles import (
     TILE_QUERIES,
     AdvanceTiles,
     check_advance,
-    check_dtype,
+    check_dtypes,
     choose_advance_tiles,
     num_pages,
     run_of,
+    split,
 )
 
 
@@ -61,19 +61,13 @@ def paged_attention_advance(
         interpret: whether this is traced for the interpreter, which also takes float32.
 
     Raises:
-        UnsupportedKernelError: for what `check_dtype` and `check_advance` refuse.
+        UnsupportedKernelError: for what `check_dtypes` and `check_advance` refuse.
     """
     num_rows, window, query_heads, width = q.shape
     kv_heads = k_pages.shape[2]
     group = query_heads // kv_heads
     queries = window * group
-    if len({q.dtype, k_pages.dtype, v_pages.dtype}) > 1:
-        raise UnsupportedKernelError(
-            f"queries and pages must be of one dtype for the Mosaic attention; got {q.dtype}, {k_pages.dtype} and "
-            f"{v_pages.dtype}; ask for kernels='jax'"
-        )
-    if not interpret:  # which runs float32 too
-        check_dtype(q.dtype)
+    check_dtypes(q.dtype, k_pages.dtype, v_pages.dtype, interpret=interpret)
     check_advance(width=width, block_size=k_pages.shape[1], queries=queries)
     tiles = tiles or choose_advance_tiles(
         rows=num_rows,
@@ -90,7 +84,14 @@ def paged_attention_advance(
     plan = Plan(group=group, first_key=first_key, tiles=tiles, interpret=interpret)
     out, weight = _attend_parts(packed, k_pages, v_pages, block_tables, start, num_keys, rows.num_new, plan)
     if weight is not None:
-        out = combine_parts(out, weight, num_keys, rows.num_new, group, q.dtype, tiles)
+        sizes = CombineSizes(
+            parts_of=lambda keys: split(num_pages(keys), tiles)[0],
+            group=group,
+            tile_queries=tiles.tile_queries,
+            columns=tiles.columns,
+            stages=tiles.combine_stages,
+        )
+        out = combine_parts(out, weight, num_keys, rows.num_new, q.dtype, sizes)
     out = out[:, :, :queries].reshape(num_rows, kv_heads, window, group, width)
     return out.swapaxes(1, 2).reshape(q.shape)
 

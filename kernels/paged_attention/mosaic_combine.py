@@ -8,6 +8,9 @@ in float32, part after part, the highest w so far kept aside as in an online sof
 of queries of one row and KV head and for some columns; it reads only the parts that are in use.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -17,40 +20,49 @@ from jaxtyping import Array, Float, Int
 
 from gdn_jax.kernels.mosaic import swizzled
 from gdn_jax.kernels.paged_attention.mosaic_pages import LOWEST
-from gdn_jax.kernels.paged_attention.tiles import TILE_QUERIES, AdvanceTiles, num_pages, split
+from gdn_jax.kernels.paged_attention.tiles import TILE_QUERIES
+
+
+@dataclass(frozen=True, kw_only=True)
+class CombineSizes:
+    """How the parts were made, and how the work is cut."""
+
+    parts_of: Callable[[Array], Array]  # the parts of a row that are in use, from its length; traced inside the kernel
+    group: int  # queries of one token that read the same KV head
+    tile_queries: int  # of one program, a multiple of 8
+    columns: int  # of one program
+    stages: int  # results of parts that shared memory holds
 
 
 def combine_parts(
     parts: Float[Array, "rows Hkv parts queries D"],
     weight: Float[Array, "rows Hkv parts queries"],
-    num_keys: Int[Array, "rows"],
+    length: Int[Array, "rows"],
     num_new: Int[Array, "rows"],
-    group: int,
     dtype: jnp.dtype,
-    tiles: AdvanceTiles,
+    sizes: CombineSizes,
 ) -> Float[Array, "rows Hkv queries D"]:
     """Weigh the parts of each row.
 
     Args:
         parts: the parts' results; those not in use may hold anything.
         weight: base-2 logarithms of their sums of weights, `LOWEST` for no keys.
-        num_keys: keys of each row, from which its number of parts follows.
+        length: of each row, from which its number of parts follows.
         num_new: tokens of each row that are real; the queries of others get zeros.
-        group: queries of one token that read the same KV head.
         dtype: what the result is rounded to.
-        tiles: sizes, as the parts were made with.
+        sizes: how the work is cut; `queries` is a multiple of its `tile_queries`, D of its `columns`.
     """
-    num_rows, kv_heads, _, queries, width = parts.shape
-    shape, stages = (TILE_QUERIES, tiles.columns), min(tiles.parts, tiles.combine_stages)
+    num_rows, kv_heads, num_parts, queries, width = parts.shape
+    shape, stages = (TILE_QUERIES, sizes.columns), min(num_parts, sizes.stages)
 
     def paged_attention_combine(
-        parts, weight, num_keys, num_new, out, part_ring, weight_ring, out_tile, part_here, weight_here
+        parts, weight, length, num_new, out, part_ring, weight_ring, out_tile, part_here, weight_here
     ):
         row, head, tile, column = (lax.axis_index(name) for name in ("row", "head", "tile", "column"))
-        used, _ = split(num_pages(num_keys[row]), tiles)
-        kept = pl.ds(0, tiles.tile_queries)
-        there = pl.ds(tile * tiles.tile_queries, tiles.tile_queries)
-        columns = pl.ds(column * tiles.columns, tiles.columns)
+        used = sizes.parts_of(length[row])
+        kept = pl.ds(0, sizes.tile_queries)
+        there = pl.ds(tile * sizes.tile_queries, sizes.tile_queries)
+        columns = pl.ds(column * sizes.columns, sizes.columns)
 
         def load(index, nothing):
             stage, place = lax.rem(index, jnp.int32(stages)), (row, head, index, there)
@@ -85,8 +97,8 @@ def combine_parts(
         )
         _, total, sums = lax.fori_loop(0, used, add, start)
         sums = sums * lax.broadcast_in_dim(1.0 / jnp.where(total > 0, total, 1.0), shape, [0])
-        query = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA) + tile * tiles.tile_queries
-        out_tile[...] = jnp.where(query < num_new[row] * group, sums, 0.0).astype(dtype)
+        query = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA) + tile * sizes.tile_queries
+        out_tile[...] = jnp.where(query < num_new[row] * sizes.group, sums, 0.0).astype(dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(out_tile.at[kept], out.at[row, head, there, columns])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -101,7 +113,7 @@ def combine_parts(
             plgpu.Barrier(num_barriers=stages),
             plgpu.Barrier(num_barriers=stages),
         ),
-        grid=(num_rows, kv_heads, tiles.query_tiles, width // tiles.columns),
+        grid=(num_rows, kv_heads, queries // sizes.tile_queries, width // sizes.columns),
         grid_names=("row", "head", "tile", "column"),
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
-    )(parts, weight, num_keys, num_new)
+    )(parts, weight, length, num_new)

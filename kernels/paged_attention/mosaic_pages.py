@@ -20,7 +20,7 @@ from gdn_jax.kernels.numerics import CHUNK
 from gdn_jax.kernels.paged_attention.tiles import TILE_QUERIES, AdvanceTiles
 
 LOWEST = -1e37  # logarithm of the sum of no weights, and highest score of no keys: finite, so that no inf - inf arises
-_MASKED = -3e38  # score of a key that a query must not see: exp2(masked - highest) is 0 even before any key
+MASKED = -3e38  # score of a key that a query must not see: exp2(masked - highest) is 0 even before any key
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,8 +131,8 @@ def _mask(part: Part, position, score, queries: Queries, plan: Plan):
     def mask(score):
         query = plgpu.broadcasted_iota(jnp.int32, score.shape, 0, layout=plgpu.Layout.WGMMA) + queries.first
         # Query i is that of token i // group: it sees a key at or before start + i // group.
-        seen = (_keys(position, score.shape, 1) - part.start) * plan.group <= query
-        return jnp.where(seen & _owned(part, _keys(position, score.shape, 1), plan), score, _MASKED)
+        seen = (keys_of(position, score.shape, 1) - part.start) * plan.group <= query
+        return jnp.where(seen & is_owned(part, keys_of(position, score.shape, 1), plan.first_key), score, MASKED)
 
     end = position + CHUNK
     whole = (end <= part.start + 1) & (end <= part.num_keys) & (position >= plan.first_key)
@@ -149,7 +149,7 @@ def _clear_unowned(part: Part, position, tile, queries: Queries, plan: Plan) -> 
             for column in range(0, tile.shape[1], plan.tiles.columns):
                 columns = tile.at[:, pl.ds(column, plan.tiles.columns)]
                 values = plgpu.load(columns, layout=plgpu.Layout.WGMMA)
-                owned = _owned(part, _keys(position, values.shape, 0), plan)
+                owned = is_owned(part, keys_of(position, values.shape, 0), plan.first_key)
                 columns[...] = jnp.where(owned, values, jnp.zeros_like(values))
             plgpu.commit_smem()
 
@@ -158,10 +158,11 @@ def _clear_unowned(part: Part, position, tile, queries: Queries, plan: Plan) -> 
             plgpu.barrier_wait(queries.cleared)
 
 
-def _keys(position, shape, axis: int):
+def keys_of(position, shape, axis: int):
     """Return the positions of a page's keys, along one axis of a matrix."""
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA) + position
 
 
-def _owned(part: Part, key, plan: Plan):
-    return (key < part.num_keys) & (key >= plan.first_key)
+def is_owned(part: Part, key, first_key: int):
+    """Return which keys, by position, the row owns and may see."""
+    return (key < part.num_keys) & (key >= first_key)

@@ -56,22 +56,53 @@ def check_dtype(dtype: jnp.dtype) -> None:
         )
 
 
+def check_pages(*, width: int, block_size: int) -> None:
+    """Raise UnsupportedKernelError unless the Mosaic kernels can read such pages: all that prefill asks for.
+
+    Args:
+        width: of a head.
+        block_size: tokens of a page.
+    """
+    for fits, rule, value in (
+        (width in WIDTHS, f"heads must be {', '.join(map(str, WIDTHS))} wide", width),
+        (block_size == CHUNK, f"pages must hold {CHUNK} tokens", block_size),
+    ):
+        if not fits:
+            raise UnsupportedKernelError(f"{rule} for the Mosaic attention; got {value}; ask for kernels='jax'")
+
+
 def check_advance(*, width: int, block_size: int, queries: int) -> None:
-    """Raise UnsupportedKernelError unless the Mosaic kernel can run these sizes.
+    """Raise UnsupportedKernelError unless the Mosaic advance can run these sizes.
 
     Args:
         width: of a head.
         block_size: tokens of a page.
         queries: queries of one row that read the same KV head: tokens of the window times heads of the group.
     """
-    product = f"new tokens of a row times query heads per KV head must be at most {MAX_QUERIES}"
-    for fits, rule, value, remedy in (
-        (width in WIDTHS, f"heads must be {', '.join(map(str, WIDTHS))} wide", width, ""),
-        (block_size == CHUNK, f"pages must hold {CHUNK} tokens", block_size, ""),
-        (queries <= MAX_QUERIES, product, queries, "draft fewer tokens, or "),
-    ):
-        if not fits:
-            raise UnsupportedKernelError(f"{rule} for the Mosaic attention; got {value}; {remedy}ask for kernels='jax'")
+    check_pages(width=width, block_size=block_size)
+    if queries > MAX_QUERIES:
+        raise UnsupportedKernelError(
+            f"new tokens of a row times query heads per KV head must be at most {MAX_QUERIES} for the Mosaic "
+            f"attention; got {queries}; draft fewer tokens, or ask for kernels='jax'"
+        )
+
+
+def check_dtypes(q: jnp.dtype, k: jnp.dtype, v: jnp.dtype, *, interpret: bool) -> None:
+    """Raise UnsupportedKernelError unless queries and pages are of one dtype that attention can multiply.
+
+    Args:
+        q: of the queries.
+        k: of the keys.
+        v: of the values.
+        interpret: whether the interpreter multiplies, which takes float32 too.
+    """
+    if len({q, k, v}) > 1:
+        raise UnsupportedKernelError(
+            f"queries and pages must be of one dtype for the Mosaic attention; got {q}, {k} and {v}; "
+            "ask for kernels='jax'"
+        )
+    if not interpret:
+        check_dtype(q)
 
 
 def choose_advance_tiles(
@@ -97,10 +128,6 @@ def choose_advance_tiles(
     # parts; yet up to eight, so that a long row among many is not the last to end by far.
     at_once = max(1, _PROGRAMS // (rows * kv_heads))
     parts, least_pages = max(_MIN_PARTS, at_once), min(max(_MIN_PAGES, _SPLIT_PAGES // at_once), _MAX_PAGES)
-    # Combining waits for memory more than it computes: a program alone on its multiprocessor has all it can in flight.
-    combine_stages = (SHARED_BYTES - _OTHER_BYTES - out_bytes) // (TILE_QUERIES * (columns + 1) * 4)
-    if rows * kv_heads * query_tiles * (width // columns) > _PROGRAMS:
-        combine_stages = _COMBINE_STAGES
     return AdvanceTiles(
         query_tiles=query_tiles,
         tile_queries=-(-tile_queries // 8) * 8,
@@ -110,8 +137,16 @@ def choose_advance_tiles(
         load_registers=24,
         parts=min(parts, -(-blocks // least_pages)),
         least_pages=least_pages,
-        combine_stages=combine_stages,
+        combine_stages=choose_combine_stages(rows * kv_heads * query_tiles * (width // columns), columns),
     )
+
+
+def choose_combine_stages(programs: int, columns: int) -> int:
+    """Choose how many results of parts shared memory holds, for so many programs that combine so many columns."""
+    # Combining waits for memory more than it computes: a program alone on its multiprocessor has all it can in flight.
+    if programs > _PROGRAMS:
+        return _COMBINE_STAGES
+    return (SHARED_BYTES - _OTHER_BYTES - TILE_QUERIES * columns * 4) // (TILE_QUERIES * (columns + 1) * 4)
 
 
 def num_pages(num_keys: Int[Array, "*rows"]) -> Int[Array, "*rows"]:

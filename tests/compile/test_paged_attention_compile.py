@@ -4,9 +4,11 @@ import jax.numpy as jnp
 import pytest
 from compile.aot import Report, compile_for_h200, spec
 
-from gdn_jax.kernels.anchors import AdvanceRows
+from gdn_jax.kernels import paged_attention
+from gdn_jax.kernels.anchors import AdvanceRows, PrefillRows
+from gdn_jax.kernels.dispatch import Implementation
 from gdn_jax.kernels.numerics import CHUNK
-from gdn_jax.kernels.paged_attention import mosaic_advance, write_pages
+from gdn_jax.kernels.paged_attention import mosaic_advance, mosaic_prefill, paged_attention_prefill, write_pages
 
 NUM_PAGES, KV_HEADS = 70_000, 4  # 8.5 GiB of keys at width 256, more than 2^32 numbers
 
@@ -30,6 +32,29 @@ def compile_advance(*, rows: int, blocks: int, window: int, group: int, width: i
     q = spec((rows, window, KV_HEADS * group, width), dtype)
     counts = [spec((rows,), jnp.int32)] * 7
     return compile_for_h200(attend, q, pages, pages, spec((rows, blocks), jnp.int32), counts)
+
+
+def prefill_rows(offset, length, start) -> PrefillRows:
+    anchors = {"read_slot": offset, "write_slot": offset, "export_slot": jnp.zeros((offset.shape[0], 1), jnp.int32)}
+    return PrefillRows(offset=offset, length=length, start=start, **anchors)
+
+
+def compile_prefill(*, tokens: int, rows: int, group: int, width: int = 256, dtype: type = jnp.bfloat16) -> Report:
+    def attend(q, k_pages, v_pages, block_tables, counts):
+        rows = prefill_rows(*counts)
+        return mosaic_prefill.paged_attention_prefill(q, k_pages, v_pages, block_tables, rows, 1)
+
+    pages, q = pages_of(width, dtype), spec((tokens, KV_HEADS * group, width), dtype)
+    return compile_for_h200(attend, q, pages, pages, spec((rows, 256), jnp.int32), [spec((rows,), jnp.int32)] * 3)
+
+
+def check_prefill(report: Report, *, split: bool) -> None:
+    names = ["paged_attention_prefill_parts", "paged_attention_combine"] if split else ["paged_attention_prefill"]
+    assert [kernel.name.removesuffix("_mosaic_gpu_kernel") for kernel in report.kernels] == names
+    # Three warpgroups share the registers of a multiprocessor, 168 for a thread at the start.
+    assert report.registers <= 168
+    assert report.spill_bytes == sum(kernel.stack_bytes for kernel in report.kernels) == 0
+    assert not any(shape.startswith(("bf16[", "f16[")) for shape in report.copies)  # of pages, queries or outputs
 
 
 def check(report: Report, *, width: int, registers: int) -> None:
@@ -82,3 +107,40 @@ def test_pages_that_a_step_writes_and_then_reads_stay_in_place() -> None:
     report = compile_for_h200(step, pages, pages, q, (new, new), slots, tables, counts, donate=(0, 1))
     assert report.aliased_bytes == 2 * NUM_PAGES * CHUNK * KV_HEADS * width * 2
     check(report, width=width, registers=255)
+
+
+@pytest.mark.parametrize("group", [4, 6, 8, 16])
+@pytest.mark.parametrize(("tokens", "rows"), [(64, 1), (2048, 1), (2048, 8)])
+def test_prefill_attention_fits_in_registers_and_copies_nothing(tokens: int, rows: int, group: int) -> None:
+    report = compile_prefill(tokens=tokens, rows=rows, group=group)
+    check_prefill(report, split=tokens == 64)
+    # The results of parts, or a table of strips: no copy of queries or pages.
+    assert report.temporary_bytes < (64 << 20 if tokens == 64 else 1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype", "group"), [(64, jnp.bfloat16, 1), (128, jnp.bfloat16, 3), (256, jnp.float16, 4)]
+)
+def test_prefill_attention_of_other_widths_and_float16_compiles(width, dtype, group) -> None:
+    check_prefill(compile_prefill(tokens=2048, rows=1, group=group, width=width, dtype=dtype), split=False)
+
+
+def test_pages_that_a_prefill_writes_and_then_reads_stay_in_place(monkeypatch) -> None:
+    # What the engine calls, once the dispatch leads to the kernel.
+    monkeypatch.setitem(paged_attention._PREFILL, Implementation.MOSAIC, paged_attention._mosaic_prefill)
+
+    def step(k_pages, v_pages, q, new, slots, block_tables, counts):
+        k_pages, v_pages = (
+            write_pages(pages, values, slots) for pages, values in zip((k_pages, v_pages), new, strict=True)
+        )
+        arrays = q, k_pages, v_pages, block_tables, prefill_rows(*counts)
+        return k_pages, v_pages, paged_attention_prefill(*arrays, first_key=1, implementation=Implementation.MOSAIC)
+
+    tokens, rows, width = 512, 8, 256
+    pages, new = pages_of(width, jnp.bfloat16), spec((tokens, KV_HEADS, width), jnp.bfloat16)
+    q, slots = spec((tokens, 4 * KV_HEADS, width), jnp.bfloat16), spec((tokens,), jnp.int32)
+    tables, counts = spec((rows, 256), jnp.int32), [spec((rows,), jnp.int32)] * 3
+    report = compile_for_h200(step, pages, pages, q, (new, new), slots, tables, counts, donate=(0, 1))
+    assert report.aliased_bytes == 2 * NUM_PAGES * CHUNK * KV_HEADS * width * 2
+    assert not any(shape.startswith("bf16[70000") for shape in report.copies)
+    assert report.spill_bytes == 0

@@ -7,9 +7,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracles.paged_sequences import NUM_PAGES, TABLE, advance_rows, dense_attention, queries, sequences
+from oracles.paged_sequences import (
+    NUM_PAGES,
+    TABLE,
+    advance_rows,
+    dense_attention,
+    prefill_rows,
+    queries,
+    sequences,
+    span_of,
+)
 
-from gdn_jax.kernels.anchors import PrefillRows
 from gdn_jax.kernels.dispatch import Implementation
 from gdn_jax.kernels.numerics import CHUNK
 from gdn_jax.kernels.paged_attention import paged_attention_advance, paged_attention_prefill, token_slots, write_pages
@@ -27,24 +35,10 @@ PREFILL = jax.jit(paged_attention_prefill, static_argnames=STATIC)
 ADVANCE = jax.jit(paged_attention_advance, static_argnames=STATIC)
 
 
-def prefill_rows(spans, *, gap=3):
-    """Pack spans with `gap` unowned tokens before each."""
-    start, length = np.array(spans, np.int32).T
-    offset = np.cumsum(length + gap, dtype=np.int32) - length
-    offset, length, start, null = (jnp.asarray(array) for array in (offset, length, start, 0 * start))
-    anchors = {"read_slot": null, "write_slot": null, "export_slot": jnp.zeros((len(spans), 1), jnp.int32)}
-    return PrefillRows(offset=offset, length=length, start=start, **anchors)
-
-
 def run(function, q, held, rows, *, tables=None, first_key=1, implementation=Implementation.JAX):
     tables = held.tables if tables is None else tables
     static = {"first_key": first_key, "implementation": implementation}
     return np.asarray(function(*map(jnp.asarray, (q, held.k_pages, held.v_pages, tables)), rows, **static))
-
-
-def span_of(rows, row):
-    offset, length = np.asarray(rows.offset), np.asarray(rows.length)
-    return slice(offset[row], offset[row] + length[row])
 
 
 @pytest.mark.parametrize("implementation", [Implementation.REFERENCE, Implementation.JAX])

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 import numpy as np
 
-from gdn_jax.kernels.anchors import AdvanceRows
+from gdn_jax.kernels.anchors import AdvanceRows, PrefillRows
 from gdn_jax.kernels.numerics import CHUNK
 
 TABLE, NUM_PAGES = 12, 48  # 12 blocks are two key tiles of the plain version
@@ -59,6 +59,20 @@ def advance_rows(starts, num_new):
     folded, replay, num_new, null = (jnp.asarray(array) for array in (start - replay, replay, num_new, 0 * start))
     anchors = {"read_slot": null, "write_slot": null, "save_slot": null, "save_at": null}
     return AdvanceRows(folded=folded, num_replay=replay, num_new=num_new, **anchors)
+
+
+def prefill_rows(spans, *, gap=3):
+    """Pack spans with `gap` unowned tokens before each."""
+    start, length = np.array(spans, np.int32).T
+    offset = np.cumsum(length + gap, dtype=np.int32) - length
+    offset, length, start, null = (jnp.asarray(array) for array in (offset, length, start, 0 * start))
+    anchors = {"read_slot": null, "write_slot": null, "export_slot": jnp.zeros((len(spans), 1), jnp.int32)}
+    return PrefillRows(offset=offset, length=length, start=start, **anchors)
+
+
+def span_of(rows, row):
+    offset, length = np.asarray(rows.offset), np.asarray(rows.length)
+    return slice(offset[row], offset[row] + length[row])
 
 
 def queries(*shape, seed=1):
