@@ -13,6 +13,7 @@ PYTHON_IN_VENV := .venv/bin/python
 # the long ones first. Small NumPy products wait for each other's threads where cores are few, and the oracles are made of
 # them. A worker that crashes ends the run, which fails: with another in its place the run would wait for ever.
 PYTEST := -m pytest -n auto --maxprocesses 4 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder
+COMPILE := -m pytest -q -n auto --maxprocesses 4 --max-worker-restart 0 --dist load -m compile tests/compile
 export OPENBLAS_NUM_THREADS := 1
 # Bytecode is kept whatever the environment says: each worker and each command line of a test imports the same modules.
 unexport PYTHONDONTWRITEBYTECODE
@@ -53,12 +54,12 @@ test: setup  ## the whole suite for the CPU
 
 test-newest:  ## kernels, compiled ones too, golden values and one engine on the newest JAX
 	@scripts/setup.sh .venv-newest dev,compile "$(JAX_NEWEST)"
-	.venv-newest/bin/python -m pytest -q -m compile tests/compile
+	.venv-newest/bin/python $(COMPILE)
 	.venv-newest/bin/python $(PYTEST) $(ON_NEWEST)
 
 test-compile:  ## Pallas kernels compiled for an H200, without one: registers, spills, copies of a pool
 	@scripts/setup.sh .venv-compile dev,compile "$(JAX_OLDEST)"
-	.venv-compile/bin/python -m pytest -q -m compile tests/compile
+	.venv-compile/bin/python $(COMPILE)
 
 test-gpu:  ## kernels, models and the engine's laws, on an NVIDIA GPU
 	@nvidia-smi >/dev/null 2>&1 || { echo "make test-gpu needs an NVIDIA GPU: nvidia-smi does not run here" >&2; exit 1; }
