@@ -30,7 +30,7 @@ _COPIES = 6  # of a stage: k, q, v, T, P, gates
 
 def run_rows(
     tokens: dict[str, Float[Array, "T heads width"]],
-    cuts: dict[str, Float[Array, "chunks places heads width"]],
+    cuts: dict[str, Float[Array, "cuts places heads width"]],
     factors: dict[str, Float[Array, "chunks Nv ..."]],
     rows: PrefillRows,
     pool: Float[Array, "slots Nv dv dk"],
