@@ -12,12 +12,12 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from gdn_jax.config import ModelConfig
-from gdn_jax.kernels.causal_conv1d import causal_conv1d_forward, causal_conv1d_prefill
+from gdn_jax.kernels.causal_conv1d import causal_conv1d_forward
 from gdn_jax.kernels.dispatch import Implementation
 from gdn_jax.kernels.documents import same_document
-from gdn_jax.kernels.gated_delta import DeltaInputs, delta_inputs, gdn_forward, gdn_prefill
+from gdn_jax.kernels.gated_delta import DeltaInputs, delta_inputs, gdn_forward
 from gdn_jax.kernels.gated_rms_norm import gated_rms_norm
-from gdn_jax.kernels.gdn_mixer import MixerTokens, MixerWeights, RecurrentState, gdn_mixer_advance
+from gdn_jax.kernels.gdn_mixer import MixerTokens, MixerWeights, RecurrentState, gdn_mixer_advance, gdn_mixer_prefill
 from gdn_jax.linear import JoinedLinear, Linear
 from gdn_jax.state import AdvanceBatch, PrefillBatch
 
@@ -79,26 +79,23 @@ class GatedDeltaNet(nnx.Module):
         self, x: Float[Array, "T H"], state: RecurrentState, batch: PrefillBatch
     ) -> tuple[Float[Array, "T H"], RecurrentState]:
         """Run packed spans from and into state slots; replay windows are not touched."""
-        raw, z, b, a = self._project(x)
-        mixed, conv = causal_conv1d_prefill(
-            raw, self._taps().T, batch.rows, state.conv, implementation=self.implementation
+        mixed, state = gdn_mixer_prefill(
+            self._tokens(x), self._weights(), batch.rows, state, eps=self.eps, implementation=self.implementation
         )
-        q, inputs = self._delta_inputs(mixed, a, b)
-        out, recurrent = gdn_prefill(q, inputs, batch.rows, state.recurrent, implementation=self.implementation)
-        return self._output(out, z), RecurrentState(recurrent=recurrent, conv=conv, replay=state.replay)
+        return self.out_proj(mixed.reshape(*x.shape[:-1], -1)), state
 
     def advance(
         self, x: Float[Array, "rows T H"], state: RecurrentState, batch: AdvanceBatch
     ) -> tuple[Float[Array, "rows T H"], RecurrentState]:
         """Fold each lane's replay window into its slot, run the new tokens, and keep them as the next replay window."""
-        weights = MixerWeights(
-            taps=self._taps(),
-            a_log=self.a_log[...],
-            dt_bias=self.dt_bias[...],
-            norm=self.norm_weight[...],
-        )
         mixed, state = gdn_mixer_advance(
-            self._tokens(x), weights, batch.rows, batch.lane, state, eps=self.eps, implementation=self.implementation
+            self._tokens(x),
+            self._weights(),
+            batch.rows,
+            batch.lane,
+            state,
+            eps=self.eps,
+            implementation=self.implementation,
         )
         return self.out_proj(mixed.reshape(*x.shape[:-1], -1)), state
 
@@ -109,6 +106,11 @@ class GatedDeltaNet(nnx.Module):
         q, inputs = self._delta_inputs(mixed, a, b)
         is_first = ~same_document(document, 1)
         return self._output(gdn_forward(q, inputs, is_first, implementation=self.implementation), z)
+
+    def _weights(self) -> MixerWeights:
+        return MixerWeights(
+            taps=self._taps(), a_log=self.a_log[...], dt_bias=self.dt_bias[...], norm=self.norm_weight[...]
+        )
 
     def _taps(self) -> Float[Array, "K C"]:
         return self.conv_weight[...].T if self.taps is None else self.taps[...]

@@ -113,10 +113,10 @@ class RowsOverLanes:
 
 @dataclass(frozen=True)
 class HeadsOverWarps:
-    """Vectors of some heads in registers, a warp for each: every lane has a 32nd of the vector, side by side.
+    """Vectors of some heads, or of a head's tokens, in registers: each whole in a warp, a lane's numbers side by side.
 
     Attributes:
-        num_heads: 4, or 1, which all warps then hold alike.
+        num_heads: 1 or 2, which four or two warps then hold alike, or a multiple of 4, each warp having a quarter.
         width: of a head, 64 or 128.
     """
 
@@ -124,15 +124,29 @@ class HeadsOverWarps:
     width: int
 
     @property
+    def shape(self) -> tuple[int, int]:
+        """The shape of the vectors."""
+        return self.num_heads, self.width
+
+    @property
     def matrix(self) -> Any:
-        """The layout of the vectors `[num_heads, width]`."""
-        warps = -3 if self.num_heads == 4 else plgpu.Replicated(4)
-        tiling = plgpu.Tiling(((self.num_heads, self.width), (self.width // 32,)))
-        return plgpu.Layout.TILED(tiling, warp_dims=(warps,), lane_dims=(-2,), vector_dim=-1)
+        """The layout of the vectors."""
+        in_warp = max(self.num_heads // 4, 1)
+        tiles = self.shape, (self.width * in_warp // 32,)
+        if in_warp > 1:
+            tiling = plgpu.Tiling((self.shape, (in_warp, self.width), tiles[1]))
+            return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
+        alike = () if self.num_heads == 4 else (plgpu.Replicated(4 // self.num_heads),)
+        warps = alike if self.num_heads == 1 else (-3, *alike)
+        return plgpu.Layout.TILED(plgpu.Tiling(tiles), warp_dims=warps, lane_dims=(-2,), vector_dim=-1)
 
     def load(self, ref: Any) -> Float[Array, "num_heads width"]:
-        """Load vectors from global memory, in float32."""
-        return plgpu.load(ref, layout=self.matrix, optimized=False).astype(jnp.float32)
+        """Load vectors in float32."""
+        return self.load_as_stored(ref).astype(jnp.float32)
+
+    def load_as_stored(self, ref: Any) -> Float[Array, "num_heads width"]:
+        """Load vectors in their own dtype."""
+        return plgpu.load(ref, layout=self.matrix, optimized=False)
 
 
 def over_rows(row: Float[Array, "columns"], shape: tuple[int, ...]) -> Float[Array, "num_rows columns"]:

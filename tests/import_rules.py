@@ -97,6 +97,7 @@ JITTED = {
     "kernels.gated_delta.mosaic_advance": {"gdn_advance"},
     "kernels.gated_delta.mosaic_prefill": {"gdn_prefill"},
     "kernels.gdn_mixer.mosaic_advance": {"gdn_mixer_advance"},
+    "kernels.gdn_mixer.mosaic_prefill": {"gdn_mixer_prefill"},
     "kernels.paged_attention.mosaic_advance": {"paged_attention_advance"},
     "kernels.paged_attention.mosaic_prefill": {"paged_attention_prefill"},
     "model": {"_prompt_logits"},

@@ -46,7 +46,7 @@ _ROW = plgpu.Layout.WGMMA.reduce(0)
 def chunk_factors(
     q: Float[Array, "T Nk dk"],
     k: Float[Array, "T Nk dk"],
-    cuts: dict[str, Float[Array, "chunks places heads width"]],
+    cuts: dict[str, Float[Array, "cuts places heads width"]],
     gates: dict[str, Float[Array, "chunks places Nv"]],
     slots: Int[Array, "chunks 3"],
 ) -> dict[str, Float[Array, "chunks Nv ..."]]:

@@ -18,11 +18,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from gdn_jax.kernels.anchors import NULL_SLOT, PrefillRows
-from gdn_jax.kernels.gated_delta.mosaic_blanks import fill_gaps
 from gdn_jax.kernels.gated_delta.mosaic_chain import TOKENS, Columns, Outputs, Ring, Span, run_chunks, span_of
 from gdn_jax.kernels.gated_delta.mosaic_cuts import ROWS, is_cut
 from gdn_jax.kernels.gated_delta.tiles import COLUMNS, PrefillTiles
 from gdn_jax.kernels.mosaic import swizzled
+from gdn_jax.kernels.mosaic_blanks import fill_gaps
 from gdn_jax.kernels.numerics import CHUNK
 
 _COPIES = 6  # of a stage: k, q, v, T, P, gates
@@ -30,7 +30,7 @@ _COPIES = 6  # of a stage: k, q, v, T, P, gates
 
 def run_rows(
     tokens: dict[str, Float[Array, "T heads width"]],
-    cuts: dict[str, Float[Array, "chunks places heads width"]],
+    cuts: dict[str, Float[Array, "cuts places heads width"]],
     factors: dict[str, Float[Array, "chunks Nv ..."]],
     rows: PrefillRows,
     pool: Float[Array, "slots Nv dv dk"],

@@ -1,27 +1,58 @@
-"""A GDN layer between its projections, in decode and verify: convolution, gates, delta rule, gated norm, and state.
+"""A GDN layer between its projections: convolution, gates, delta rule, gated norm, and state.
 
     u = conv(raw);  [q | k | v] = silu(u);  g = -exp(A_log) softplus(a + dt_bias);  beta = sigmoid(b)
     o = delta_rule(l2norm(q) dk^-0.5, l2norm(k), v, g, beta);  y = gated_norm(o, z)
 
-It is one operation so that it may be few launches: `reference.py` calls the single operations one after the other, and
-`mosaic_advance.py` does all that comes before the delta rule in one kernel for Hopper GPUs.
+It is one operation so that it may be few launches: `reference.py` calls the single operations one after the other;
+`mosaic_advance.py` and `mosaic_prefill.py` do all that comes before the delta rule in one kernel for Hopper GPUs.
 """
 
 from jaxtyping import Array, Float, Int
 
-from gdn_jax.kernels.anchors import AdvanceRows
+from gdn_jax.kernels.anchors import AdvanceRows, PrefillRows
 from gdn_jax.kernels.dispatch import Implementation, imported_when_called
 from gdn_jax.kernels.gdn_mixer import plain, reference
 from gdn_jax.kernels.gdn_mixer.inputs import MixerTokens, MixerWeights
 from gdn_jax.kernels.gdn_mixer.state import RecurrentState, ReplayWindow
 
-__all__ = ["MixerTokens", "MixerWeights", "RecurrentState", "ReplayWindow", "gdn_mixer_advance"]
+__all__ = ["MixerTokens", "MixerWeights", "RecurrentState", "ReplayWindow", "gdn_mixer_advance", "gdn_mixer_prefill"]
 
+_PREFILL = {
+    Implementation.REFERENCE: reference.gdn_mixer_prefill,
+    Implementation.JAX: plain.gdn_mixer_prefill,
+    # not imported_when_called("gdn_jax.kernels.gdn_mixer.mosaic_prefill", "gdn_mixer_prefill"), until a card has run it
+    Implementation.MOSAIC: plain.gdn_mixer_prefill,
+}
 _ADVANCE = {
     Implementation.REFERENCE: reference.gdn_mixer_advance,
     Implementation.JAX: plain.gdn_mixer_advance,
     Implementation.MOSAIC: imported_when_called("gdn_jax.kernels.gdn_mixer.mosaic_advance", "gdn_mixer_advance"),
 }
+
+
+def gdn_mixer_prefill(
+    tokens: MixerTokens,
+    weights: MixerWeights,
+    rows: PrefillRows,
+    state: RecurrentState,
+    *,
+    eps: float,
+    implementation: Implementation = Implementation.JAX,
+) -> tuple[Float[Array, "T Nv dv"], RecurrentState]:
+    """Run packed spans from and into state slots, exporting at grid boundaries; replay windows are not touched.
+
+    Args:
+        tokens: projections of packed tokens; those of tokens that no row owns are ignored, whatever they hold.
+        weights: the layer's small parameters.
+        rows: the packing, the anchors and the exports.
+        state: slots and replay windows of the layer.
+        eps: of the gated norm.
+        implementation: which version computes it.
+
+    Returns:
+        Outputs in the dtype of the tokens, anything for a token that no row owns; the state.
+    """
+    return _PREFILL[implementation](tokens, weights, rows, state, eps=eps)
 
 
 def gdn_mixer_advance(

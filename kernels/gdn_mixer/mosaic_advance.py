@@ -20,13 +20,13 @@ from jaxtyping import Array, Float, Int
 
 from gdn_jax.kernels.anchors import NULL_SLOT, AdvanceRows
 from gdn_jax.kernels.gated_delta import DeltaInputs
-from gdn_jax.kernels.gated_delta.inputs import L2_EPS
 from gdn_jax.kernels.gated_delta.mosaic_advance import gdn_advance
 from gdn_jax.kernels.gated_delta.tiles import check_mixer
 from gdn_jax.kernels.gated_rms_norm import gated_rms_norm
 from gdn_jax.kernels.gdn_mixer.inputs import MixerTokens, MixerWeights
+from gdn_jax.kernels.gdn_mixer.mosaic_arithmetic import convolve, normalized, sigmoid, softplus
 from gdn_jax.kernels.gdn_mixer.state import RecurrentState, ReplayWindow
-from gdn_jax.kernels.mosaic import HeadsOverWarps, everywhere, over_columns
+from gdn_jax.kernels.mosaic import HeadsOverWarps, everywhere
 
 
 @partial(jax.jit, static_argnames=("eps",))
@@ -116,7 +116,7 @@ def _make_body(layout: HeadsOverWarps, key_parts: int, first_b: int) -> Callable
 
     `first_b` is the column of the packed projections in which b begins.
     """
-    at_once, shape = layout.num_heads, (layout.num_heads, layout.width)
+    at_once, shape = layout.num_heads, layout.shape
 
     def gdn_advance_inputs_body(
         tokens: Any,
@@ -172,7 +172,7 @@ def _make_body(layout: HeadsOverWarps, key_parts: int, first_b: int) -> Callable
             a, b = ([column_of(t, column) for t in range(num_new)] for column in columns)
             return _Gates(
                 replayed=[(kept["g"][lane, j, head], kept["beta"][lane, j, head]) for j in range(num_replay)],
-                new=[(rate * _softplus(a[t] + bias), _sigmoid(b[t])) for t in range(num_new)],
+                new=[(rate * softplus(a[t] + bias), sigmoid(b[t])) for t in range(num_new)],
             )
 
         def run(name: str, first_part: int) -> None:
@@ -195,12 +195,12 @@ def _make_body(layout: HeadsOverWarps, key_parts: int, first_b: int) -> Callable
                 kept["raw"][lane, t, heads] = entry.astype(kept["raw"].dtype)
 
             inputs = [*window, *raw]
-            mixed = [_convolve(inputs[t : t + num_taps], taps).astype(q.dtype) for t in range(num_new)]
+            mixed = [convolve(inputs[t : t + num_taps], taps).astype(q.dtype) for t in range(num_new)]
             if name == "q":
                 for t, query in enumerate(mixed):
-                    q[row, t, owned] = _normalized(query, layout.width**-0.5).astype(q.dtype)
+                    q[row, t, owned] = normalized(query, layout.width**-0.5).astype(q.dtype)
                 return
-            hand_over(name, owned, replayed, mixed if name == "v" else [_normalized(key, 1.0) for key in mixed])
+            hand_over(name, owned, replayed, mixed if name == "v" else [normalized(key, 1.0) for key in mixed])
             for head, of_head in zip(own, gates, strict=True):
                 hand_over_gates(head, of_head)
 
@@ -211,35 +211,3 @@ def _make_body(layout: HeadsOverWarps, key_parts: int, first_b: int) -> Callable
             pl.when(part >= 2 * key_parts)(lambda: run("v", 2 * key_parts))
 
     return gdn_advance_inputs_body
-
-
-def _convolve(entries: list[Array], taps: list[Array]) -> Float[Array, "heads width"]:
-    """Return silu(sum_j w_j u_j), summed from the oldest entry on."""
-    total = jnp.zeros_like(entries[0])
-    for entry, tap in zip(entries, taps, strict=True):
-        total = total + tap * entry
-    return total * _sigmoid(total)
-
-
-def _normalized(x: Float[Array, "heads width"], scale: float) -> Float[Array, "heads width"]:
-    """Return x / sqrt(sum(x^2) + 1e-6) * scale in float32."""
-    x = x.astype(jnp.float32)
-    return x * over_columns(lax.rsqrt(jnp.sum(x * x, axis=1) + L2_EPS), x.shape) * scale
-
-
-def _sigmoid(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    return 1.0 / (1.0 + jnp.exp(-x))
-
-
-def _softplus(x: Float[Array, ""]) -> Float[Array, ""]:
-    """Return log(1 + exp(x)) = max(x, 0) + log1p(exp(-|x|)), right to the last bits for any x.
-
-    Mosaic has no log1p, and log(1 + s) loses a small s. Here log1p(s) = 2 artanh(z) with z = s / (2 + s), at most 1/3,
-    so that eight terms of the series leave 2e-9 of it.
-    """
-    small = jnp.exp(-jnp.abs(x))
-    z = small / (2.0 + small)
-    series = jnp.zeros_like(z)
-    for odd in range(15, 0, -2):
-        series = series * (z * z) + 1.0 / odd
-    return jnp.maximum(x, 0.0) + 2.0 * z * series

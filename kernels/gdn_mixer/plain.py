@@ -2,11 +2,18 @@
 
 from jaxtyping import Array, Float, Int
 
-from gdn_jax.kernels.anchors import AdvanceRows
+from gdn_jax.kernels.anchors import AdvanceRows, PrefillRows
 from gdn_jax.kernels.dispatch import Implementation
 from gdn_jax.kernels.gdn_mixer import reference
 from gdn_jax.kernels.gdn_mixer.inputs import MixerTokens, MixerWeights
 from gdn_jax.kernels.gdn_mixer.state import RecurrentState
+
+
+def gdn_mixer_prefill(
+    tokens: MixerTokens, weights: MixerWeights, rows: PrefillRows, state: RecurrentState, *, eps: float
+) -> tuple[Float[Array, "T Nv dv"], RecurrentState]:
+    """Run packed spans; as `gdn_mixer.gdn_mixer_prefill`, which says what the arguments mean."""
+    return reference.gdn_mixer_prefill(tokens, weights, rows, state, eps=eps, implementation=Implementation.JAX)
 
 
 def gdn_mixer_advance(

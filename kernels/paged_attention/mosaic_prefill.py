@@ -22,8 +22,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from gdn_jax.kernels.anchors import PrefillRows
-from gdn_jax.kernels.gated_delta.mosaic_blanks import fill_gaps
 from gdn_jax.kernels.mosaic import swizzled
+from gdn_jax.kernels.mosaic_blanks import fill_gaps
 from gdn_jax.kernels.numerics import CHUNK
 from gdn_jax.kernels.paged_attention.mosaic_combine import CombineSizes, combine_parts
 from gdn_jax.kernels.paged_attention.mosaic_pages import Part, Ring

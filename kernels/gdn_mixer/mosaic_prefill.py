@@ -1,0 +1,70 @@
+"""The mixer in prefill for Hopper GPUs: one kernel before the delta rule, the delta rule's two, and one for the norm.
+
+Between the first and the last, tokens stand on the grid axis of `chunk_grid.py`: no chunk is cut there, so that the
+delta rule lays nothing out.
+"""
+
+from functools import partial
+
+import jax
+from jaxtyping import Array, Float
+
+from gdn_jax.kernels.anchors import PrefillRows
+from gdn_jax.kernels.dispatch import UnsupportedKernelError
+from gdn_jax.kernels.gated_delta.mosaic_prefill import gdn_prefill_on_grid
+from gdn_jax.kernels.gated_delta.tiles import PrefillTiles, check_mixer, check_operands
+from gdn_jax.kernels.gdn_mixer.chunk_grid import place_of_tokens, rows_on_grid
+from gdn_jax.kernels.gdn_mixer.inputs import MixerTokens, MixerWeights
+from gdn_jax.kernels.gdn_mixer.mosaic_prefill_channels import MOST_BEFORE
+from gdn_jax.kernels.gdn_mixer.mosaic_prefill_inputs import prefill_inputs
+from gdn_jax.kernels.gdn_mixer.mosaic_prefill_norm import norm_from_grid
+from gdn_jax.kernels.gdn_mixer.state import RecurrentState
+from gdn_jax.kernels.gdn_mixer.tiles import MixerTiles, mixer_tiles
+
+
+@partial(jax.jit, static_argnames=("eps", "tiles", "delta_tiles", "interpret"))
+def gdn_mixer_prefill(
+    tokens: MixerTokens,
+    weights: MixerWeights,
+    rows: PrefillRows,
+    state: RecurrentState,
+    *,
+    eps: float,
+    tiles: MixerTiles | None = None,
+    delta_tiles: PrefillTiles | None = None,
+    interpret: bool = False,
+) -> tuple[Float[Array, "T Nv dv"], RecurrentState]:
+    """Run packed spans; as `gdn_mixer.gdn_mixer_prefill`, which says what the arguments mean.
+
+    Args:
+        tokens: projections, bfloat16 or float16.
+        weights: the layer's small parameters.
+        rows: the packing, the anchors and the exports.
+        state: slots, updated in place where the caller's jit donates them; replay windows stay as they are.
+        eps: of the gated norm.
+        tiles: how the kernel before the delta rule is cut up; by default as `mixer_tiles` chooses.
+        delta_tiles: how the delta rule is; by default as `prefill_tiles` chooses.
+        interpret: whether this is traced for the interpreter, which also takes float32.
+
+    Raises:
+        UnsupportedKernelError: for what `check_mixer` and `check_operands` refuse, and for more than nine taps.
+    """
+    num_tokens, dtype = tokens.packed.shape[0], tokens.packed.dtype
+    num_key, key_dim = state.replay.delta.k.shape[2:]
+    num_value, value_dim = state.recurrent.shape[1:3]
+    check_mixer(num_key, num_value, key_dim, value_dim, state.recurrent.dtype)
+    if not interpret:  # which runs float32 too
+        check_operands(dtype)
+    if state.conv.shape[1] > MOST_BEFORE:
+        raise UnsupportedKernelError(
+            f"a convolution must have at most {MOST_BEFORE + 1} taps for the Mosaic mixer; got "
+            f"{state.conv.shape[1] + 1}; ask for kernels='jax', which runs any number"
+        )
+    tiles = tiles or mixer_tiles(num_tokens, num_key, num_value)
+    laid, conv = prefill_inputs(tokens, weights, rows, state.conv, num_key=num_key, tiles=tiles)
+    gates = {name: laid.pop(name) for name in ("g", "beta")}
+    out, recurrent = gdn_prefill_on_grid(
+        laid, gates, rows_on_grid(rows), state.recurrent, tiles=delta_tiles, interpret=interpret
+    )
+    mixed = norm_from_grid(out, tokens, place_of_tokens(rows, num_tokens), weights.norm, eps=eps)
+    return mixed, RecurrentState(recurrent=recurrent, conv=conv, replay=state.replay)

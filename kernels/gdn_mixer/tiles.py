@@ -1,0 +1,32 @@
+"""How the mixer's Mosaic prefill is cut up; no choice changes a bit of what is computed."""
+
+from dataclasses import dataclass
+
+from gdn_jax.kernels.gated_delta.tiles import MULTIPROCESSORS
+from gdn_jax.kernels.numerics import CHUNK
+
+_PROGRAMS = 3 * MULTIPROCESSORS // 2  # fewer leave multiprocessors idle
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixerTiles:
+    """What a program of the kernel before the delta rule does.
+
+    Attributes:
+        heads: of q, of k or of v, 1 or 2.
+        places: of a chunk, that it fills: CHUNK or a part of it. Fewer make more programs, each of which reads the
+            window before its first token again.
+    """
+
+    heads: int
+    places: int
+
+
+def mixer_tiles(num_tokens: int, num_key: int, num_value: int) -> MixerTiles:
+    """Choose tiles such that every multiprocessor has programs enough."""
+    heads = 1 if num_key % 2 or num_value % 2 else 2
+    places, parts = CHUNK, (2 * num_key + num_value) // heads
+    least = max(16, CHUNK // (num_value & -num_value) * 2)  # so that the gates of its places take every thread once
+    while places > least and num_tokens // places * parts < _PROGRAMS:
+        places //= 2
+    return MixerTiles(heads=heads, places=places)
