@@ -288,8 +288,8 @@ class LLM:
         another step: once all have left, that row is waited for here, so that nothing stays held.
 
         Args:
-            waits: False in a stream's end, which the collector of garbage may run anywhere, in the midst of a trace too:
-                no step can be run there, and the next call of anything waits instead.
+            waits: False in a stream's end, which the collector of garbage may run anywhere, in the midst of a trace
+                too: no step can be run there, and the next call of anything waits instead.
         """
         while self._left:
             own_id = self._left.popleft()
