@@ -226,10 +226,12 @@ class Engine:
         if _LOG.isEnabledFor(logging.DEBUG):
             _LOG.debug("%s", plan)
         self._counts.steps += 1
+        is_ahead_lost = False
         try:
             with second_interrupt_passes():  # a device that hangs can be left; books that are open cannot
                 launched = launched or self._runner.launch(plan)
-                self._launched = self._runner.launch(ahead) if ahead is not None else None
+                if ahead is not None:
+                    is_ahead_lost = not self._try_launch(ahead)
                 result = self._runner.collect(launched)
         except InvariantError:  # nothing of the device's
             raise
@@ -239,9 +241,21 @@ class Engine:
         except BaseException:  # an interrupt is nobody's fault, and the state it may have caught half-written is lost
             self._start_afresh(plan, ends_rows=False)
             raise
-        return self._commit(plan, result)
+        outputs = self._commit(plan, result, has_state=not is_ahead_lost)
+        return [*outputs, *self._fail(ahead)] if ahead is not None and is_ahead_lost else outputs
 
-    def _commit(self, plan: StepPlan, result: StepResult) -> list[EngineOutput]:
+    def _try_launch(self, ahead: StepPlan) -> bool:
+        """Launch a step planned ahead; False if that lost the state, while what the one before it emits may be had."""
+        try:
+            self._launched = self._runner.launch(ahead)
+        except InvariantError:
+            raise
+        except Exception:
+            _LOG.exception("a step failed: its requests end, pools and cache start afresh (%s)", ahead)
+            return False
+        return True
+
+    def _commit(self, plan: StepPlan, result: StepResult, *, has_state: bool) -> list[EngineOutput]:
         cuts: list[RowCut] = []
         outputs: list[EngineOutput] = []
         for row, row_result in zip(plan.rows, result.rows, strict=True):
@@ -250,11 +264,12 @@ class Engine:
             cuts.append(cut)
             if output is not None:
                 outputs.append(self._output(row, output))
-        ran = [self._scheduler.get(row.request_id) for row in plan.rows] if self._auditor is not None else []
+        auditor = self._auditor if has_state else None
+        ran = [self._scheduler.get(row.request_id) for row in plan.rows] if auditor is not None else []
         for request in self._scheduler.commit(plan, result, cuts):
             self._end(request)
-        if self._auditor is not None:
-            self._audit(self._auditor, ran)
+        if auditor is not None:
+            self._audit(auditor, ran)
         return outputs
 
     def _cut(self, row: RowPlan, result: RowResult) -> tuple[RowCut, TokenOutput | None]:

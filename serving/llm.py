@@ -260,7 +260,7 @@ class LLM:
                 with held_interrupts():  # one between the two next lines would leave the lock taken
                     if self._lock.acquire(blocking=False):
                         try:
-                            self._abort_left()
+                            self._abort_left(waits=False)  # here an interrupt or error would be lost
                         finally:
                             self._lock.release()
 
@@ -281,18 +281,21 @@ class LLM:
             if self._live.pop(own_id, None) is not None:
                 self._engine.withdraw(own_id)
 
-    def _abort_left(self) -> None:
+    def _abort_left(self, *, waits: bool = True) -> None:
         """Abort what was noted to be left; whoever calls this has the lock.
 
-        A row of it may be in flight, and nobody may ever ask for another step: once all have left, that row is waited
-        for here, so that nothing stays held.
+        A row of it may be in flight, or of one that ended when its caller was interrupted, and nobody may ever ask for
+        another step: once all have left, that row is waited for here, so that nothing stays held.
+
+        Args:
+            waits: False in a stream's end, which the collector of garbage may run anywhere, in the midst of a trace
+                too: no step can be run there, and the next call of anything waits instead.
         """
-        aborted = False
         while self._left:
             own_id = self._left.popleft()
             if self._live.pop(own_id, None) is not None:
-                aborted |= self._engine.abort(own_id)
-        while aborted and not self._live and self._engine.has_step_in_flight:
+                self._engine.abort(own_id)
+        while waits and not self._live and self._engine.has_step_in_flight:
             self._engine.step()
 
 

@@ -6,7 +6,7 @@ computed.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from gdn_jax.serving.core.blocks import BlockHash, BlockPool
@@ -151,13 +151,20 @@ class Holdings:
 
     # Saves: reserved by a plan, published or freed by its commit.
 
-    def reserve(self, saves: Sequence[Save], counts: Counts) -> list[tuple[Save, Export]]:
+    def reserve(
+        self, saves: Sequence[Save], counts: Counts, promised: Collection[BlockHash] = ()
+    ) -> list[tuple[Save, Export]]:
         """Reserve slots for a plan's saves: placed before interval ones, deepest first, none for a known name.
 
         A save that gets no slot is skipped and counted, never waited for. A known name that is wanted placed is placed.
+
+        Args:
+            saves: what the plan's rows want.
+            counts: where saves that are skipped are counted.
+            promised: names that a step in flight saves, for which nothing is reserved either.
         """
         reserved: list[tuple[Save, Export]] = []
-        names = set[bytes]()
+        names = set(promised)
         for save in sorted(saves, key=lambda save: (save.retention is Retention.INTERVAL, -save.boundary)):
             name = save.request.chain.name(save.request.tokens, save.boundary)
             if name in names:

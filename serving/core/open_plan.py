@@ -6,8 +6,9 @@ device has made nothing of it, the MTP head's entry neither. Slots for saves are
 own resources.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
+from gdn_jax.serving.core.blocks import BlockHash
 from gdn_jax.serving.core.checkpoints import Retention
 from gdn_jax.serving.core.holdings import Counts, Holdings, Save
 from gdn_jax.serving.core.plan import NEWEST, Export, Phase, RowPlan, StepPlan
@@ -64,11 +65,11 @@ class OpenPlan:
         """Return how many blocks the row after one in flight needs beyond those that its request has."""
         return max(self._holdings.blocks_for(row.end + 1) - len(request.blocks), 0)
 
-    def close(self, index: int, counts: Counts) -> StepPlan | None:
-        """Reserve slots for the saves and return the plan; None if no row can run."""
+    def close(self, index: int, counts: Counts, promised: Collection[BlockHash] = ()) -> StepPlan | None:
+        """Reserve slots for the saves, but for those promised, and return the plan; None if no row can run."""
         if not self._rows:
             return None
-        return StepPlan(index=index, rows=tuple(self._with_exports(counts) if self._saves else self._rows))
+        return StepPlan(index=index, rows=tuple(self._with_exports(counts, promised) if self._saves else self._rows))
 
     def _prefill(self, request: Request) -> RowPlan | None:
         start, known = request.folded, request.num_known
@@ -137,10 +138,10 @@ class OpenPlan:
             history=tuple(request.tokens) if first == 0 and request.needs_history else (),
         )
 
-    def _with_exports(self, counts: Counts) -> list[RowPlan]:
+    def _with_exports(self, counts: Counts, promised: Collection[BlockHash]) -> list[RowPlan]:
         """Reserve slots for the saves; return the rows with their exports."""
         exports: dict[RequestId, list[Export]] = {}
-        for save, export in self._holdings.reserve(self._saves, counts):
+        for save, export in self._holdings.reserve(self._saves, counts, promised):
             exports.setdefault(save.request.request_id, []).append(export)
         return [
             row._replace(exports=tuple(sorted(exports[row.request_id], key=lambda export: export.boundary)))

@@ -9,7 +9,7 @@ The idea of planning tokens rather than phases is vLLM's; the rules of states ar
 
 from collections.abc import Sequence
 
-from gdn_jax.serving.core.blocks import HashChain
+from gdn_jax.serving.core.blocks import BlockHash, HashChain
 from gdn_jax.serving.core.errors import InvariantError
 from gdn_jax.serving.core.holdings import Counts, Holdings
 from gdn_jax.serving.core.limits import Limits
@@ -213,11 +213,19 @@ class Scheduler:
         return self._close(plan)
 
     def _close(self, plan: OpenPlan) -> StepPlan | None:
-        closed = plan.close(self._num_steps, self.counts)
+        closed = plan.close(self._num_steps, self.counts, self._promised())
         if closed is not None:
             self._num_steps += 1
             self._plans.append(closed)
         return closed
+
+    def _promised(self) -> list[BlockHash]:
+        """Return the names that a step in flight saves; they are known once it is committed."""
+        names: list[BlockHash] = []
+        for row in [row for plan in self._plans for row in plan.rows if row.exports]:
+            request = self.get(row.request_id)
+            names += [request.chain.name(request.tokens, export.boundary) for export in row.exports]
+        return names
 
     def _try_admit(self, request: Request) -> bool:
         """Admit a waiting request if it can be; False means that those behind it must wait too."""

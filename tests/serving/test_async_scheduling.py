@@ -153,12 +153,40 @@ def test_a_step_that_fails_takes_the_one_ahead_along_and_what_comes_later_is_rig
         rest = run_all(engine)["a"]
         assert rest == answer([1, 2, 3], 20)[-len(rest) :]
     else:
-        (output,) = engine.step()
-        assert output.output.finish_reason == "error"
+        outputs = engine.step()
+        assert [output.output.finish_reason for output in outputs] == [None, "error"][at == "collect" :]
     assert not engine.has_step_in_flight
     assert engine.stats().blocks_used == 0
     add(engine, "b", [4, 5, 6], 6)
     assert run_all(engine) == {"b": answer([4, 5, 6], 6)}
+
+
+def test_a_step_ahead_that_cannot_be_launched_ends_its_own_requests_after_what_the_step_before_it_brings() -> None:
+    engine, _ = engine_and_calls()
+    _, runner = parts_of(engine)
+    add(engine, "a", [1, 2, 3], 4)
+    add(engine, "b", [4, 5, 6], 20)
+    real = runner.launch
+
+    def fail_alone(plan: StepPlan) -> Any:
+        if len(plan.rows) == 1:
+            raise RuntimeError("no memory for a call of this size")
+        return real(plan)
+
+    runner.launch = fail_alone  # type: ignore[method-assign]
+    told: dict[str, list[int]] = {"a": [], "b": []}
+    ends: dict[str, str] = {}
+    while engine.has_work:
+        for output in engine.step():
+            told[output.request_id] += output.output.token_ids
+            if output.output.finish_reason is not None:
+                ends[output.request_id] = output.output.finish_reason
+    assert told == {"a": answer([1, 2, 3], 4), "b": answer([4, 5, 6], 4)}
+    assert ends == {"a": "length", "b": "error"}
+    assert (engine.stats().failed_steps, engine.stats().blocks_used) == (1, 0)
+    runner.launch = real  # type: ignore[method-assign]
+    add(engine, "c", [4, 5, 6], 6)
+    assert run_all(engine) == {"c": answer([4, 5, 6], 6)}
 
 
 def test_a_stop_is_told_at_once_and_its_row_in_vain_brings_nothing() -> None:

@@ -255,6 +255,27 @@ def test_a_dropped_stream_runs_no_step_and_frees_everything(quick):
     audit(quick._engine)
 
 
+def test_the_end_of_a_dropped_stream_leaves_the_device_alone_though_steps_are_in_flight_or_to_come(quick):
+    runs: list[object] = []
+    _, runner = parts_of(quick._engine)
+    ending = quick.stream(list(range(1, 23)), lasting(3))  # ends at 25 tokens, and a closing row is to follow
+    stream = quick.stream([1, 2, 3], lasting(100))
+    while len(quick._live) > 1:
+        next(stream)
+    assert quick._engine.has_step_in_flight
+    assert quick._engine.has_closing_rows
+    runner.before_step = runs.append
+    launch = runner.launch
+    runner.launch = lambda plan: runs.append(plan) or launch(plan)
+    del stream
+    gc.collect()
+    assert runs == []
+    stats = quick.stats()
+    assert (stats.running, stats.waiting, stats.blocks_used, stats.slots_used) == (0, 0, 0, 0)
+    assert [*ending][-1].outputs[0].token_ids == answer(list(range(1, 23)), 3)
+    audit(quick._engine)
+
+
 def test_a_stream_dropped_in_the_middle_of_a_step_is_aborted_after_it(quick):
     _, runner = parts_of(quick._engine)
     streams = [quick.stream([1, 2, 3], lasting(100))]
@@ -424,6 +445,24 @@ def test_one_interrupt_lets_the_step_on_the_device_end(quick):
         quick.generate([[1, 2]], lasting(5), use_tqdm=False)
     stats = quick.stats()
     assert (stats.steps, stats.output_tokens) == (1, 1)
+
+
+@pytest.mark.usefixtures("_interrupts_raise")
+def test_an_interrupt_in_the_step_that_ends_the_last_answer_leaves_nothing_held_by_its_row_in_vain(quick, monkeypatch):
+    tokens = answer([1, 2, 3], 40)
+    stop = next(place for place in range(5, 40) if tokens.index(tokens[place]) == place)
+
+    real = quick._engine._end
+
+    def end(request: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+        real(request)
+
+    monkeypatch.setattr(quick._engine, "_end", end)
+    with pytest.raises(KeyboardInterrupt):
+        quick.generate([[1, 2, 3]], lasting(40, stop_token_ids=[tokens[stop]]), use_tqdm=False)
+    stats = quick.stats()
+    assert (stats.finished_requests, stats.running, stats.blocks_used, stats.slots_used) == (1, 0, 0, 0)
 
 
 # What the last item leaves behind.

@@ -49,6 +49,17 @@ def test_answers_and_saves_are_those_of_an_engine_that_never_plans_ahead() -> No
     assert found[0] == found[1]
 
 
+def test_a_state_that_the_step_in_flight_saves_is_not_saved_again_by_a_twin_that_is_one_step_behind() -> None:
+    exports = []
+    for plans_ahead in (False, True):
+        rig = make_rig(plans_ahead=plans_ahead, budget=4, interval=64)
+        rig.add("a", PROMPT[:4], max_tokens=30)
+        rig.add("b", PROMPT[:4], max_tokens=30)  # starts a step later, and ends each block one step after the other
+        rig.finish()
+        exports.append([row.exports[0].boundary for plan in rig.plans for row in plan.rows if row.exports])
+    assert exports[0] == exports[1] == list(range(4, 36, 4))
+
+
 def test_a_request_has_no_row_after_the_one_that_emits_its_last_token() -> None:
     rig = make_rig()
     decoding(rig, PROMPT, max_tokens=2)
