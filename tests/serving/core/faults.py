@@ -16,6 +16,7 @@ import test_drafts
 import test_endings
 import test_hit_lengths
 import test_holdings
+import test_plan_ahead
 import test_scheduler
 from oracles.core_rig import CoreRig
 from oracles.tell_tale import TellTaleRunner
@@ -600,10 +601,66 @@ def a_row_is_given_the_pages_that_its_twin_is_just_writing(patch: Patch) -> None
             return made
         first, second, *others = made.rows
         shared = (*first.new_blocks[:3], *second.new_blocks[3:])
-        self._plan = replace(made, rows=(first, second._replace(new_blocks=shared), *others))
-        return self._plan
+        self._plans[-1] = replace(made, rows=(first, second._replace(new_blocks=shared), *others))
+        return self._plans[-1]
 
     around(patch, Scheduler, "plan", plan)
+
+
+# Steps planned ahead.
+
+
+@fault(sessions)
+def what_a_request_holds_is_freed_under_its_row_in_vain(patch: Patch) -> None:
+    patch.setattr(Scheduler, "_in_flight", lambda self, request: False)
+
+
+@fault(sessions)
+def a_row_ahead_begins_where_the_one_in_flight_does(patch: Patch) -> None:
+    def add_after(original, self, row, request):
+        original(self, row._replace(start=row.start - 1), request)
+
+    around(patch, OpenPlan, "add_after", add_after)
+
+
+@fault(sessions)
+def a_row_ahead_runs_the_newest_token_that_the_host_knows(patch: Patch) -> None:
+    def add_after(original, self, row, request):
+        original(self, row, request)
+        self._rows[-1] = self._rows[-1]._replace(tokens=(request.tokens[-1],))
+
+    around(patch, OpenPlan, "add_after", add_after)
+
+
+@fault(test_plan_ahead.test_one_who_may_be_admitted_is_not_passed_over_and_one_who_may_not_holds_nobody_up)
+def who_waits_is_passed_over_by_what_is_planned_ahead(patch: Patch) -> None:
+    def plan_ahead(original, self):
+        self._may_admit = False
+        return original(self)
+
+    around(patch, Scheduler, "plan_ahead", plan_ahead)
+
+
+@fault(test_plan_ahead.test_a_request_has_no_row_after_the_one_that_emits_its_last_token)
+def a_request_whose_last_token_is_in_flight_is_planned_ahead(patch: Patch) -> None:
+    def plan_ahead(original, self):
+        for request in self._queues.running():
+            request.max_tokens += 1
+        try:
+            return original(self)
+        finally:
+            for request in self._queues.running():
+                request.max_tokens -= 1
+
+    around(patch, Scheduler, "plan_ahead", plan_ahead)
+
+
+@fault(test_plan_ahead.test_a_state_that_the_step_in_flight_saves_is_not_saved_again_by_a_twin_that_is_one_step_behind)
+def what_the_step_in_flight_saves_is_saved_again(patch: Patch) -> None:
+    patch.setattr(Scheduler, "_promised", lambda self: [])
+
+
+# What the fake device could let pass.
 
 
 @fault(sessions)

@@ -33,6 +33,7 @@ class Session:
             max_model_len=40,
             num_drafts=dice.randint(0, 3),
             salts=SALTS,
+            plans_ahead=seed % 2 == 1,
         )
         self.count = 0
         self.names: list[str] = []
@@ -112,6 +113,9 @@ class Session:
         plan = self.rig.step(**options)
         closing = [r for r in self.rig.scheduler.running() if r.status is Status.CLOSING]
         self.seen["closing"] += len(closing)
+        ahead = self.rig.launched[0].rows if self.rig.launched is not None else ()
+        self.seen["ahead"] += len(ahead)
+        self.seen["in vain"] += len({row.request_id for row in ahead} & {request.request_id for request in closing})
         for row in plan.rows if plan is not None else ():
             self.seen["take-over"] += row.read_anchor == row.write_anchor and row.table_start == 0 and row.start > 0
 

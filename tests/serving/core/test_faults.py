@@ -24,5 +24,5 @@ def test_there_are_many_faults_and_each_has_its_own_name() -> None:
 def test_the_random_sessions_visit_everything() -> None:
     seen = play(range(30))
     visited = ["hit_tokens", "gap_tokens", "preemptions", "saves", "saves_skipped", "evictions", "accepted"]
-    visited += ["closing", "take-over", "aborts", "resets", "failures", "broken"]
+    visited += ["closing", "take-over", "aborts", "resets", "failures", "broken", "ahead", "in vain"]
     assert {name for name in visited if seen[name] == 0} == set()
