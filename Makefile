@@ -18,10 +18,20 @@ export OPENBLAS_NUM_THREADS := 1
 # Bytecode is kept whatever the environment says: each worker and each command line of a test imports the same modules.
 unexport PYTHONDONTWRITEBYTECODE
 
+# Interpreted Pallas kernels take minutes. On the newest JAX some tests of each say that it runs there, and all kernels are
+# compiled for a GPU.
+INTERPRETED := $(addprefix tests/kernels/test_,gated_delta_mosaic.py gdn_mixer_prefill.py paged_attention_mosaic.py \
+    paged_attention_mosaic_prefill.py)
+INTERPRETED_ON_NEWEST := $(addprefix tests/kernels/test_,\
+    gated_delta_mosaic.py::test_every_packing_equals_the_float64_model_and_touches_nothing_else \
+    gdn_mixer_prefill.py::TestMixer paged_attention_mosaic.py::test_every_dtype_and_width_equals_the_reference \
+    paged_attention_mosaic_prefill.py::test_every_dtype_and_width_equals_the_reference)
+
 # What can differ between versions of JAX: the kernels, whole models against recorded values, gradients, the refusal of
 # wrong shapes, and an engine that prefills, decodes and hits what it decoded. The rest reasons about the same steps, or
 # about none.
-ON_NEWEST := tests/kernels tests/test_golden_conformance.py tests/model/test_training.py tests/test_strictness.py \
+ON_NEWEST := $(filter-out $(INTERPRETED),$(wildcard tests/kernels/test_*.py)) $(INTERPRETED_ON_NEWEST) \
+    tests/test_golden_conformance.py tests/model/test_training.py tests/test_strictness.py \
     "tests/serving/test_engine_laws_tokens.py::test_the_next_turn_hits_into_the_generated_text[all-30]"
 
 # What runs on a device; the rest of serving reasons about the host.

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import jaxtyping
 import pytest
-from oracles.runner_rig import SIZES, make_runner
+from oracles.runner_rig import BUCKETS, SIZES, make_runner
 
 from gdn_jax.serving.runner import warm_up
 from gdn_jax.serving.runner.warm_up import WarmUpCall, default_threads, run_all
@@ -100,8 +100,9 @@ def test_no_more_threads_compile_than_processors_are_there(monkeypatch: pytest.M
 def test_steps_of_a_runner_are_compiled_ahead(compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     # Lowering puts descriptions in the place of arrays, which fail the check of annotations that tests run under.
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-    # Pools of a size of their own: tests of this process may have compiled the steps of the usual ones.
-    runner, told = make_runner(sizes=replace(SIZES, num_blocks=13)), list[tuple[int, ...]]()
+    # Sizes of its own: tests of this process may have compiled the steps of the usual ones.
+    sizes, buckets = replace(SIZES, num_blocks=13), replace(BUCKETS, prefill=((192, 3),))
+    runner, told = make_runner(sizes=sizes, buckets=buckets), list[tuple[int, ...]]()
     compiled.clear()
     runner.warm_up(lambda *counts: told.append(counts), num_threads=2)
     assert told[-1] == (runner.num_compiled, runner.num_compiled)
