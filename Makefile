@@ -12,8 +12,9 @@ PYTHON_IN_VENV := .venv/bin/python
 # A core for each file; more than four would compile the same steps once more. Files start in the order of tests/conftest.py,
 # the long ones first. Small NumPy products wait for each other's threads where cores are few, and the oracles are made of
 # them. A worker that crashes ends the run, which fails: with another in its place the run would wait for ever.
-PYTEST := -m pytest -n auto --maxprocesses 4 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder
-COMPILE := -m pytest -q -n auto --maxprocesses 4 --max-worker-restart 0 --dist load -m compile tests/compile
+WORKERS := -n auto --maxprocesses 4 --max-worker-restart 0
+PYTEST := -m pytest $(WORKERS) --dist loadfile --no-loadscope-reorder
+COMPILE := -m pytest -q $(WORKERS) --dist load -m compile tests/compile
 export OPENBLAS_NUM_THREADS := 1
 # Bytecode is kept whatever the environment says: each worker and each command line of a test imports the same modules.
 unexport PYTHONDONTWRITEBYTECODE

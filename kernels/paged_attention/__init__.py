@@ -8,6 +8,9 @@ padding may name it, nothing is stored there, and nothing reads it. Token p of a
     Hkv)
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -18,44 +21,19 @@ from gdn_jax.kernels.paged_attention.pages import token_slots, write_pages
 
 __all__ = ["paged_attention_advance", "paged_attention_prefill", "token_slots", "write_pages"]
 
-_prefill_on_tensor_cores = imported_when_called(
-    "gdn_jax.kernels.paged_attention.mosaic_prefill", "paged_attention_prefill"
-)
-_advance_on_tensor_cores = imported_when_called(
-    "gdn_jax.kernels.paged_attention.mosaic_advance", "paged_attention_advance"
-)
+
+def _on_tensor_cores(module: str, name: str) -> Callable[..., Float[Array, "*tokens Hq D"]]:
+    """Return a kernel for 16 bits; tensor cores multiply no IEEE float32, which runs in plain JAX."""
+    kernel, in_plain_jax = imported_when_called(f"gdn_jax.kernels.paged_attention.{module}", name), getattr(plain, name)
+
+    def attend(q: Float[Array, "*tokens Hq D"], *others: Any) -> Float[Array, "*tokens Hq D"]:
+        return (in_plain_jax if q.dtype == jnp.float32 else kernel)(q, *others)
+
+    return attend
 
 
-def _mosaic_prefill(
-    q: Float[Array, "T Hq D"],
-    k_pages: Float[Array, "pages block Hkv D"],
-    v_pages: Float[Array, "pages block Hkv D"],
-    block_tables: Int[Array, "rows blocks"],
-    rows: PrefillRows,
-    first_key: int,
-) -> Float[Array, "T Hq D"]:
-    """Run 16-bit attention on tensor cores, as `_mosaic_advance`."""
-    arguments = q, k_pages, v_pages, block_tables, rows, first_key
-    if q.dtype == jnp.float32:
-        return plain.paged_attention_prefill(*arguments)
-    return _prefill_on_tensor_cores(*arguments)
-
-
-def _mosaic_advance(
-    q: Float[Array, "rows T Hq D"],
-    k_pages: Float[Array, "pages block Hkv D"],
-    v_pages: Float[Array, "pages block Hkv D"],
-    block_tables: Int[Array, "rows blocks"],
-    rows: AdvanceRows,
-    first_key: int,
-) -> Float[Array, "rows T Hq D"]:
-    """Run 16-bit attention on tensor cores, which multiply no IEEE float32: that runs in plain JAX."""
-    arguments = q, k_pages, v_pages, block_tables, rows, first_key
-    if q.dtype == jnp.float32:
-        return plain.paged_attention_advance(*arguments)
-    return _advance_on_tensor_cores(*arguments)
-
-
+_mosaic_prefill = _on_tensor_cores("mosaic_prefill", "paged_attention_prefill")
+_mosaic_advance = _on_tensor_cores("mosaic_advance", "paged_attention_advance")
 _PREFILL = {
     Implementation.REFERENCE: reference.paged_attention_prefill,
     Implementation.JAX: plain.paged_attention_prefill,

@@ -20,10 +20,9 @@ from jaxtyping import Array, Float, Int
 
 from gdn_jax.kernels.anchors import AdvanceRows
 from gdn_jax.kernels.mosaic import swizzled
-from gdn_jax.kernels.numerics import CHUNK
 from gdn_jax.kernels.paged_attention.mosaic_combine import CombineSizes, combine_parts
-from gdn_jax.kernels.paged_attention.mosaic_pages import Part, Plan, Queries, Ring, attend_pages, load_pages
-from gdn_jax.kernels.paged_attention.pages import NULL_PAGE
+from gdn_jax.kernels.paged_attention.mosaic_pages import Part, Plan, Queries, attend_pages, load_pages, ring_of
+from gdn_jax.kernels.paged_attention.pages import owned_keys
 from gdn_jax.kernels.paged_attention.tiles import (
     TILE_QUERIES,
     AdvanceTiles,
@@ -98,10 +97,8 @@ def paged_attention_advance(
 
 def _spans(block_tables: Int[Array, "rows blocks"], rows: AdvanceRows) -> tuple[Int[Array, "rows"], Int[Array, "rows"]]:
     """Return the position of each row's first new token, and how many keys its pages hold for it (0: nothing to do)."""
-    index = jnp.arange(block_tables.shape[1], dtype=jnp.int32)[None]
-    owned = jnp.where(block_tables == NULL_PAGE, index, block_tables.shape[1]).min(axis=1) * CHUNK
     start = rows.start()
-    return start, jnp.where(rows.num_new > 0, jnp.minimum(start + rows.num_new, owned), 0)
+    return start, jnp.where(rows.num_new > 0, jnp.minimum(start + rows.num_new, owned_keys(block_tables)), 0)
 
 
 def _attend_parts(
@@ -123,11 +120,7 @@ def _attend_parts(
     is_whole = tiles.parts == 1
     dtype = q.dtype if is_whole else jnp.dtype(jnp.float32)
     lead, operand = (tiles.query_tiles, TILE_QUERIES), swizzled(q.dtype)
-    ring = Ring(
-        plgpu.SMEM((tiles.stages, CHUNK, width), q.dtype, transforms=operand),
-        plgpu.Barrier(num_barriers=tiles.stages),
-        plgpu.Barrier(num_arrivals=tiles.query_tiles, num_barriers=tiles.stages),
-    )
+    ring = ring_of(tiles.stages, width, q.dtype, num_readers=tiles.query_tiles)
 
     def paged_attention_advance(q, k_pages, v_pages, tables, start, num_keys, num_new, *others):
         *results, q_tiles, k, v, out_tiles, weight_tiles, q_here, cleared = others

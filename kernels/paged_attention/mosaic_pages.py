@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from gdn_jax.kernels.mosaic import add_product, product
+from gdn_jax.kernels.mosaic import add_product, product, swizzled
 from gdn_jax.kernels.numerics import CHUNK
 from gdn_jax.kernels.paged_attention.tiles import TILE_QUERIES, AdvanceTiles
 
@@ -52,6 +52,15 @@ class Ring(NamedTuple):
     tiles: Any
     here: Any  # completes when a page has arrived
     free: Any  # completes when all tiles of queries have been multiplied with it
+
+
+def ring_of(stages: int, width: int, dtype: jnp.dtype, *, num_readers: int) -> Ring:
+    """Return what a ring takes of shared memory and barriers, for so many warpgroups that multiply."""
+    return Ring(
+        plgpu.SMEM((stages, CHUNK, width), dtype, transforms=swizzled(dtype)),
+        plgpu.Barrier(num_barriers=stages),
+        plgpu.Barrier(num_arrivals=num_readers, num_barriers=stages),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

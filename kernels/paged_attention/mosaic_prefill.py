@@ -24,9 +24,8 @@ from jaxtyping import Array, Float, Int
 from gdn_jax.kernels.anchors import PrefillRows
 from gdn_jax.kernels.mosaic import swizzled
 from gdn_jax.kernels.mosaic_blanks import fill_gaps
-from gdn_jax.kernels.numerics import CHUNK
 from gdn_jax.kernels.paged_attention.mosaic_combine import CombineSizes, combine_parts
-from gdn_jax.kernels.paged_attention.mosaic_pages import Part, Ring
+from gdn_jax.kernels.paged_attention.mosaic_pages import Part, ring_of
 from gdn_jax.kernels.paged_attention.mosaic_strip import Turns, attend_strip
 from gdn_jax.kernels.paged_attention.mosaic_strip_copies import (
     Call,
@@ -219,14 +218,10 @@ def _tokens_of(
 
 def _room(q: Float[Array, "T Hq D"], tiles: PrefillTiles) -> dict[str, Any]:
     """Return what a program needs of shared memory and barriers to attend."""
-    width, operand = q.shape[2], swizzled(q.dtype)
-    ring = Ring(
-        plgpu.SMEM((tiles.stages, CHUNK, width), q.dtype, transforms=operand),
-        plgpu.Barrier(num_barriers=tiles.stages),
-        plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=tiles.stages),
-    )
+    width = q.shape[2]
+    ring = ring_of(tiles.stages, width, q.dtype, num_readers=WARPGROUPS)
     return {
-        "q_tiles": plgpu.SMEM((WARPGROUPS, TILE_QUERIES, width), q.dtype, transforms=operand),
+        "q_tiles": plgpu.SMEM((WARPGROUPS, TILE_QUERIES, width), q.dtype, transforms=swizzled(q.dtype)),
         "k": ring,
         "v": ring,
         "loaded": plgpu.Barrier(num_arrivals=tiles.heads, num_barriers=WARPGROUPS),

@@ -21,6 +21,12 @@ def token_slots(
     return page * CHUNK + position % CHUNK
 
 
+def owned_keys(block_tables: Int[Array, "rows blocks"]) -> Int[Array, "rows"]:
+    """Return how many keys the pages hold that each row's table names before its first null page."""
+    index = jnp.arange(block_tables.shape[1], dtype=jnp.int32)[None]
+    return jnp.where(block_tables == NULL_PAGE, index, block_tables.shape[1]).min(axis=1) * CHUNK
+
+
 def write_pages(
     pages: Float[Array, "num_pages block Hkv D"],
     values: Float[Array, "*tokens Hkv D"],

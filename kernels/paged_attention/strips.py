@@ -10,7 +10,7 @@ from jaxtyping import Array, Int
 
 from gdn_jax.kernels.anchors import PrefillRows
 from gdn_jax.kernels.numerics import CHUNK
-from gdn_jax.kernels.paged_attention.pages import NULL_PAGE
+from gdn_jax.kernels.paged_attention.pages import owned_keys
 
 # What is known of a strip: its row; the packed index of its first token, and that token's position if it were the row's
 # (negative where it would stand before position 0); the packed tokens that are the row's, from BEGIN to before END; how
@@ -38,12 +38,10 @@ def strips_of(
     number = jnp.arange(num_strips(num_tokens, rows.offset.shape[0], strip_tokens), dtype=jnp.int32)[:, None]
     is_used = (number >= first[None]) & (number <= last[None]) & (rows.length > 0)[None]
 
-    block = jnp.arange(block_tables.shape[1], dtype=jnp.int32)[None]
-    owned = jnp.where(block_tables == NULL_PAGE, block, block_tables.shape[1]).min(axis=1) * CHUNK
     token = (number - row_index[None]) * strip_tokens
     begin = jnp.maximum(token, rows.offset[None])
     end = jnp.minimum(token + strip_tokens, row_end[None])
-    keys = jnp.broadcast_to(jnp.minimum(rows.start + rows.length, owned)[None], token.shape)
+    keys = jnp.broadcast_to(jnp.minimum(rows.start + rows.length, owned_keys(block_tables))[None], token.shape)
     to_position = (rows.start - rows.offset)[None]
     seen = jnp.minimum(keys, end + to_position)
     fields = {

@@ -19,7 +19,7 @@ class Status(StrEnum):
 
     WAITING = "waiting"  # holds nothing; new or preempted
     RUNNING = "running"  # holds a lane, a slot, blocks
-    CLOSING = "closing"  # finished for its client; one more row folds its state to a boundary
+    CLOSING = "closing"  # finished for its client; one more row folds its state to a boundary, or runs in vain already
     GONE = "gone"  # holds nothing and never comes back
 
 

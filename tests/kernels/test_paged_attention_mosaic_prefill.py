@@ -162,7 +162,7 @@ def test_few_tokens_are_split_into_parts_that_begin_where_those_of_other_spans_d
 def test_the_dispatch_takes_16_bits_to_tensor_cores_and_float32_to_plain_jax(monkeypatch) -> None:
     monkeypatch.setitem(paged_attention._PREFILL, Implementation.MOSAIC, paged_attention._mosaic_prefill)
     interpreted = partial(mosaic_prefill.paged_attention_prefill, interpret=not ON_GPU)
-    monkeypatch.setattr(paged_attention, "_prefill_on_tensor_cores", interpreted)
+    monkeypatch.setattr(mosaic_prefill, "paged_attention_prefill", interpreted)
     held, rows = hold(((60, 9), (0, 3)))
 
     def call(dtype: type, implementation: Implementation) -> np.ndarray:

@@ -23,6 +23,7 @@ from gdn_jax.serving.core.plan import RowPlan, RowResult, StepPlan, StepResult, 
 from gdn_jax.serving.core.request import RequestId
 from gdn_jax.serving.core.scheduler import Scheduler
 from gdn_jax.serving.engine import Engine
+from gdn_jax.serving.engine_types import EngineRequest
 from gdn_jax.serving.runner.memory import MemoryPlan
 from gdn_jax.serving.runner.runner import LaunchedStep, RequestSampling, Runner
 from gdn_jax.serving.startup import EngineParts
@@ -203,6 +204,24 @@ def answer(prompt: list[int], count: int) -> list[int]:
 def lasting(max_tokens: int = 8, **params: Any) -> SamplingParams:
     """Parameters of a request that only its length ends."""
     return SamplingParams(**{"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True} | params)
+
+
+def add_request(engine: Engine, request_id: str, prompt: list[int], max_tokens: int = 8, **options: Any) -> None:
+    """Queue a request that only its length ends, unless `options` of `EngineRequest` say otherwise."""
+    fields = {"params": lasting(max_tokens), "seed": 0, "max_tokens": max_tokens, **options}
+    engine.add(EngineRequest(request_id=request_id, prompt=prompt, **fields))
+
+
+def run_out(engine: Engine) -> dict[str, tuple[list[int], str | None]]:
+    """Run until nothing is left, and audit; return each request's tokens from here on and why it ended."""
+    tokens: dict[str, list[int]] = {}
+    ends: dict[str, str | None] = {}
+    while engine.has_work:
+        for output in engine.step():
+            tokens.setdefault(output.request_id, []).extend(output.output.token_ids)
+            ends[output.request_id] = output.output.finish_reason
+        audit(engine)
+    return {name: (tokens[name], ends[name]) for name in tokens}
 
 
 def audit(engine: Engine) -> None:

@@ -87,6 +87,19 @@ def blocks(*ids: int) -> tuple[BlockId, ...]:
     return tuple(map(BlockId, ids))
 
 
+def span(name: str, lane: int, tokens: Sequence[int], **changes: Any) -> RowPlan:
+    """A prefill row of a lane that has blocks and a slot of its own."""
+    fields = {"write_anchor": lane + 1, "new_blocks": blocks(2 * lane + 1, 2 * lane + 2)}
+    return row(name, lane=lane, tokens=tuple(tokens), **fields | changes)
+
+
+def pending(name: str, lane: int, token: int, start: int, **changes: Any) -> RowPlan:
+    """A decode row that follows a prefill of `start` tokens."""
+    fields = {"tokens": (token,), "start": start, "table_start": 2, "emits": True}
+    fields |= {"read_anchor": lane + 1, "write_anchor": lane + 1}
+    return row(name, phase=Phase.DECODE, lane=lane, **fields | changes)
+
+
 def run(runner: Runner, *rows: RowPlan, sampling: RequestSampling = GREEDY) -> Sequence[RowResult]:
     """Run one step whose requests all sample alike."""
     for each in rows:

@@ -34,6 +34,11 @@ class Rig:
         asked = EncodedPrompt(text=None, token_ids=prompt)
         return self.engine.stream(*self.intake.take(asked, lasting(max_tokens, **params), Options()))
 
+    async def settle(self) -> None:
+        """Wait until the thread, which goes on by itself, has nothing left to do."""
+        while await self.engine.call(lambda engine: engine.has_work):
+            pass
+
     async def last(self, *args: object, **params: object) -> RequestOutput:
         return [item async for item in self.stream(*args, **params)][-1]  # pyright: ignore[reportArgumentType]
 
@@ -101,8 +106,7 @@ def test_a_slow_reader_holds_nobody_up_and_finds_the_rest_in_one_item(kind: Requ
         pending = asyncio.ensure_future(anext(slow)) if first is None else None
         go_on.set()
         await rig.last(100, [7, 8, 9])
-        while await rig.engine.call(lambda engine: engine.has_work):
-            pass
+        await rig.settle()
         items = [await pending] if pending is not None else [item async for item in slow]
         assert len(items) == 1
         assert items[0].finished
@@ -120,8 +124,7 @@ def test_leaving_frees_everything() -> None:
         await anext(stream)
         await stream.aclose()
         go_on.set()
-        while await rig.engine.call(lambda engine: engine.has_work):  # the step in flight
-            pass
+        await rig.settle()
         stats = await rig.engine.call(lambda engine: engine.stats())
         assert (stats.running, stats.waiting, stats.blocks_used, stats.aborted_requests) == (0, 0, 0, 2)
         await rig.engine.call(audit)
@@ -135,8 +138,7 @@ def test_a_reader_who_stops_at_the_last_item_leaves_nothing_held_and_the_next_tu
         async for item in rig.stream(3, prompt):  # 24 tokens have run when it ends: a closing row folds the last
             if item.finished:
                 break
-        while await rig.engine.call(lambda engine: engine.has_work):  # the thread goes on by itself
-            pass
+        await rig.settle()
         stats = await rig.engine.call(lambda engine: engine.stats())
         assert (stats.running, stats.waiting, stats.blocks_used, stats.slots_used) == (0, 0, 0, 0)
         assert (await rig.last(2, [*prompt, *answer(prompt, 3), 5])).num_cached_tokens == 24

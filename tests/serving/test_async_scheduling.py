@@ -15,11 +15,11 @@ from oracles.engine_rig import (
     step,
     tokens_of,
 )
-from oracles.quick_engine import answer, audit, lasting, make_parts, parts_of
-from oracles.runner_rig import blocks, make_runner, row, run
+from oracles.quick_engine import add_request, answer, make_parts, parts_of, run_out
+from oracles.runner_rig import make_runner, pending, run, span
 
 from gdn_jax import SamplingParams
-from gdn_jax.serving.core.plan import NEWEST, Phase, RowPlan, StepPlan
+from gdn_jax.serving.core.plan import NEWEST, StepPlan
 from gdn_jax.serving.engine import Engine
 from gdn_jax.serving.engine_types import EngineRequest
 from gdn_jax.serving.runner.runner import Runner
@@ -92,24 +92,10 @@ def engine_and_calls() -> tuple[Engine, list[tuple[str, int]]]:
     return engine, calls
 
 
-def add(engine: Engine, name: str, prompt: list[int], max_tokens: int) -> None:
-    params = lasting(max_tokens)
-    engine.add(EngineRequest(request_id=name, prompt=prompt, params=params, seed=0, max_tokens=max_tokens))
-
-
-def run_all(engine: Engine) -> dict[str, list[int]]:
-    tokens: dict[str, list[int]] = {}
-    while engine.has_work:
-        for output in engine.step():
-            tokens.setdefault(output.request_id, []).extend(output.output.token_ids)
-        audit(engine)
-    return tokens
-
-
 def test_the_device_has_the_next_step_before_the_last_is_waited_for() -> None:
     engine, calls = engine_and_calls()
-    add(engine, "a", [1, 2, 3], 5)
-    assert run_all(engine) == {"a": answer([1, 2, 3], 5)}
+    add_request(engine, "a", [1, 2, 3], 5)
+    assert run_out(engine) == {"a": (answer([1, 2, 3], 5), "length")}
     steps = [("launch", 0), ("collect", 0), ("launch", 1)]  # the prompt is computed, then its first token decoded
     for index in range(1, 4):
         steps += [("launch", index + 1), ("collect", index)]
@@ -118,15 +104,15 @@ def test_the_device_has_the_next_step_before_the_last_is_waited_for() -> None:
 
 def test_one_who_comes_while_a_step_is_in_flight_is_admitted_with_the_next_plan() -> None:
     engine, calls = engine_and_calls()
-    add(engine, "a", [1, 2, 3], 20)
+    add_request(engine, "a", [1, 2, 3], 20)
     for _ in range(3):
         engine.step()
     calls.clear()
-    add(engine, "b", [4, 5, 6], 3)
+    add_request(engine, "b", [4, 5, 6], 3)
     engine.step()  # the step in flight, and none ahead of it
     engine.step()
     assert calls == [("collect", 3), ("launch", 4), ("collect", 4)]
-    assert run_all(engine)["b"][-1] == answer([4, 5, 6], 3)[-1]
+    assert run_out(engine)["b"][0][-1] == answer([4, 5, 6], 3)[-1]
 
 
 @pytest.mark.parametrize("error", [RuntimeError("lost"), KeyboardInterrupt()])
@@ -136,7 +122,7 @@ def test_a_step_that_fails_takes_the_one_ahead_along_and_what_comes_later_is_rig
 ) -> None:
     engine, _ = engine_and_calls()
     _, runner = parts_of(engine)
-    add(engine, "a", [1, 2, 3], 20)
+    add_request(engine, "a", [1, 2, 3], 20)
     for _ in range(3):
         engine.step()
     assert engine.has_step_in_flight
@@ -150,22 +136,22 @@ def test_a_step_that_fails_takes_the_one_ahead_along_and_what_comes_later_is_rig
     if isinstance(error, KeyboardInterrupt):
         with pytest.raises(KeyboardInterrupt):
             engine.step()
-        rest = run_all(engine)["a"]
+        rest, _ = run_out(engine)["a"]
         assert rest == answer([1, 2, 3], 20)[-len(rest) :]
     else:
         outputs = engine.step()
         assert [output.output.finish_reason for output in outputs] == [None, "error"][at == "collect" :]
     assert not engine.has_step_in_flight
     assert engine.stats().blocks_used == 0
-    add(engine, "b", [4, 5, 6], 6)
-    assert run_all(engine) == {"b": answer([4, 5, 6], 6)}
+    add_request(engine, "b", [4, 5, 6], 6)
+    assert run_out(engine) == {"b": (answer([4, 5, 6], 6), "length")}
 
 
 def test_a_step_ahead_that_cannot_be_launched_ends_its_own_requests_after_what_the_step_before_it_brings() -> None:
     engine, _ = engine_and_calls()
     _, runner = parts_of(engine)
-    add(engine, "a", [1, 2, 3], 4)
-    add(engine, "b", [4, 5, 6], 20)
+    add_request(engine, "a", [1, 2, 3], 4)
+    add_request(engine, "b", [4, 5, 6], 20)
     real = runner.launch
 
     def fail_alone(plan: StepPlan) -> Any:
@@ -185,8 +171,8 @@ def test_a_step_ahead_that_cannot_be_launched_ends_its_own_requests_after_what_t
     assert ends == {"a": "length", "b": "error"}
     assert (engine.stats().failed_steps, engine.stats().blocks_used) == (1, 0)
     runner.launch = real  # type: ignore[method-assign]
-    add(engine, "c", [4, 5, 6], 6)
-    assert run_all(engine) == {"c": answer([4, 5, 6], 6)}
+    add_request(engine, "c", [4, 5, 6], 6)
+    assert run_out(engine) == {"c": (answer([4, 5, 6], 6), "length")}
 
 
 def test_a_stop_is_told_at_once_and_its_row_in_vain_brings_nothing() -> None:
@@ -201,33 +187,17 @@ def test_a_stop_is_told_at_once_and_its_row_in_vain_brings_nothing() -> None:
     assert engine.has_closing_rows
     assert engine.step() == []
     assert engine.stats().output_tokens == stop + 1
-    assert run_all(engine) == {}
+    assert run_out(engine) == {}
     assert calls[-1][0] == "collect"
 
 
 # The device's part.
 
 
-def decode(name: str, lane: int, token: int, start: int, **changes: Any) -> RowPlan:
-    fields: dict[str, Any] = {"tokens": (token,), "start": start, "table_start": 2, "emits": True}
-    fields |= {"read_anchor": lane + 1, "write_anchor": lane + 1}
-    return row(name, phase=Phase.DECODE, lane=lane, **fields | changes)
-
-
 def prefilled() -> tuple[Runner, list[int]]:
     """A runner of three lanes that each hold a prompt, and the token that each emitted."""
     runner = make_runner()
-    rows = [
-        row(
-            name,
-            lane=lane,
-            tokens=tuple(range(10 * lane, 10 * lane + 20)),
-            write_anchor=lane + 1,
-            new_blocks=blocks(2 * lane + 1, 2 * lane + 2),
-            emits=True,
-        )
-        for lane, name in enumerate("abc")
-    ]
+    rows = [span(name, lane, range(10 * lane, 10 * lane + 20), emits=True) for lane, name in enumerate("abc")]
     return runner, [result.tokens[0] for result in run(runner, *rows)]
 
 
@@ -236,8 +206,8 @@ def test_a_row_reads_the_token_that_its_lane_emitted_last_whatever_the_others_di
     asked, _ = prefilled()
     for start, lanes in ((20, (0, 1, 2)), (21, (1,)), (22, (1,)), (21, (2, 0))):
         replay = {} if start == 20 else {"num_replay": 1}
-        want = run(told, *(decode("abc"[lane], lane, newest[lane], start, **replay) for lane in lanes))
-        got = run(asked, *(decode("abc"[lane], lane, NEWEST, start, **replay) for lane in lanes))
+        want = run(told, *(pending("abc"[lane], lane, newest[lane], start, **replay) for lane in lanes))
+        got = run(asked, *(pending("abc"[lane], lane, NEWEST, start, **replay) for lane in lanes))
         assert got == want
         for lane, result in zip(lanes, want, strict=True):
             newest[lane] = result.tokens[0]
@@ -245,21 +215,21 @@ def test_a_row_reads_the_token_that_its_lane_emitted_last_whatever_the_others_di
 
 def test_a_row_that_emits_nothing_leaves_its_lanes_newest_token() -> None:
     runner, newest = prefilled()
-    run(runner, decode("a", 0, NEWEST, 20))
-    after = run(runner, decode("a", 0, 0, 21, tokens=(), emits=False, num_replay=1), decode("b", 1, NEWEST, 20))
+    run(runner, pending("a", 0, NEWEST, 20))
+    after = run(runner, pending("a", 0, 0, 21, tokens=(), emits=False, num_replay=1), pending("b", 1, NEWEST, 20))
     assert after[0].tokens == ()
     again, _ = prefilled()
-    assert after[1].tokens == run(again, decode("b", 1, newest[1], 20))[0].tokens
+    assert after[1].tokens == run(again, pending("b", 1, newest[1], 20))[0].tokens
 
 
 def test_two_steps_are_launched_before_the_first_is_collected() -> None:
     runner, newest = prefilled()
-    first = runner.launch(StepPlan(index=0, rows=(decode("a", 0, newest[0], 20),)))
-    second = runner.launch(StepPlan(index=1, rows=(decode("a", 0, NEWEST, 21, num_replay=1),)))
+    first = runner.launch(StepPlan(index=0, rows=(pending("a", 0, newest[0], 20),)))
+    second = runner.launch(StepPlan(index=1, rows=(pending("a", 0, NEWEST, 21, num_replay=1),)))
     found = [runner.collect(launched).rows[0].tokens for launched in (first, second)]
     other, _ = prefilled()
-    want = [run(other, decode("a", 0, newest[0], 20))[0].tokens]
-    want.append(run(other, decode("a", 0, want[0][0], 21, num_replay=1))[0].tokens)
+    want = [run(other, pending("a", 0, newest[0], 20))[0].tokens]
+    want.append(run(other, pending("a", 0, want[0][0], 21, num_replay=1))[0].tokens)
     assert found == want
 
 

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
-from oracles.quick_engine import answer, audit, lasting, make_parts, parts_of
+from oracles.quick_engine import add_request, answer, audit, make_parts, parts_of, run_out
 
 from gdn_jax import SamplingParams
 from gdn_jax.serving.core.errors import DeviceError, InvalidParameterError
@@ -20,19 +20,6 @@ OTHER = [50, 51, 52]
 @pytest.fixture
 def engine() -> Engine:
     return make_parts().engine
-
-
-def ask(engine: Engine, request_id: str, prompt: list[int], max_tokens: int = 8, **options: object) -> None:
-    engine.add(
-        EngineRequest(
-            request_id=request_id,
-            prompt=prompt,
-            params=lasting(max_tokens),
-            seed=0,
-            max_tokens=max_tokens,
-            **options,  # pyright: ignore[reportArgumentType]
-        )
-    )
 
 
 def test_min_tokens_with_every_token_ending_the_answer_is_refused(engine: Engine) -> None:
@@ -64,18 +51,6 @@ def test_bad_words_that_might_ban_every_token_are_refused_whatever_stands_before
     assert caught.value.parameter == "bad_words"
 
 
-def run(engine: Engine) -> dict[str, tuple[list[int], str | None]]:
-    """Run until nothing is left; return each request's tokens and why it ended."""
-    tokens: dict[str, list[int]] = {}
-    ends: dict[str, str | None] = {}
-    while engine.has_work:
-        for output in engine.step():
-            tokens.setdefault(output.request_id, []).extend(output.output.token_ids)
-            ends[output.request_id] = output.output.finish_reason
-        audit(engine)
-    return {name: (tokens[name], ends[name]) for name in tokens}
-
-
 @pytest.mark.parametrize(
     "spoilt",
     [
@@ -89,8 +64,8 @@ def test_a_non_finite_row_ends_its_request_alone_and_publishes_nothing_of_that_s
     engine: Engine, spoilt: Callable[[RowPlan], bool]
 ) -> None:
     scheduler, runner = parts_of(engine)
-    ask(engine, "bad", LONG, 12)
-    ask(engine, "good", OTHER, 12)
+    add_request(engine, "bad", LONG, 12)
+    add_request(engine, "good", OTHER, 12)
     seen: list[int] = []
 
     def is_finite(row: RowPlan) -> bool:
@@ -101,13 +76,13 @@ def test_a_non_finite_row_ends_its_request_alone_and_publishes_nothing_of_that_s
         return True
 
     runner.is_finite = is_finite
-    done = run(engine)
+    done = run_out(engine)
     assert seen[1:] in ([], [seen[0] + 1])  # it ends with the first such row; one planned ahead has run in vain
     assert done["bad"][1] == "error"
     assert done["bad"][0] == answer(LONG, 12)[: len(done["bad"][0])]
     assert done["good"] == (answer(OTHER, 12), "length")
     runner.is_finite = lambda row: True
-    ask(engine, "again", [*LONG, *answer(LONG, 12)], 2)
+    add_request(engine, "again", [*LONG, *answer(LONG, 12)], 2)
     while engine.has_work:
         for output in engine.step():
             assert output.num_cached_tokens <= seen[0]
@@ -121,19 +96,21 @@ def test_a_closing_row_publishes_its_state_only_if_it_is_finite(
 ) -> None:
     scheduler, runner = parts_of(engine)
     runner.is_finite = lambda row: bool(row.tokens) or finite
-    ask(engine, "a", LONG, 3)  # 24 tokens have run when it ends, 23 are in its state: a closing row folds the last
-    assert run(engine)["a"][1] == "length"
+    add_request(
+        engine, "a", LONG, 3
+    )  # 24 tokens have run when it ends, 23 are in its state: a closing row folds the last
+    assert run_out(engine)["a"][1] == "length"
     lengths = [len(runner.tell_tale.slots[slot]) for slot in scheduler.holdings.checkpoints.names().values()]
     assert (24 in lengths) is published
 
 
 def test_a_failed_step_fails_its_rows_and_requeues_the_others(engine: Engine) -> None:
     _, runner = parts_of(engine)
-    ask(engine, "in", LONG)
-    ask(engine, "out", OTHER)
+    add_request(engine, "in", LONG)
+    add_request(engine, "out", OTHER)
     engine.step()  # the budget is spent on the first
     runner.step_error = RuntimeError("the device is gone")
-    done = run(engine)
+    done = run_out(engine)
     assert done["in"] == ([], "error")
     assert done["out"] == (answer(OTHER, 8), "length")
     assert engine.stats().failed_requests == 1
@@ -141,8 +118,8 @@ def test_a_failed_step_fails_its_rows_and_requeues_the_others(engine: Engine) ->
 
 def test_an_engine_whose_pools_cannot_be_rebuilt_says_so_and_takes_nothing_more(engine: Engine) -> None:
     scheduler, runner = parts_of(engine)
-    ask(engine, "a", LONG)
-    ask(engine, "b", OTHER)
+    add_request(engine, "a", LONG)
+    add_request(engine, "b", OTHER)
     engine.step()
     runner.step_error, runner.reset_error = RuntimeError("lost"), MemoryError("no room for the pools")
     with pytest.raises(DeviceError, match="no room for the pools"):
@@ -153,7 +130,7 @@ def test_an_engine_whose_pools_cannot_be_rebuilt_says_so_and_takes_nothing_more(
     with pytest.raises(DeviceError, match="start another"):
         engine.step()
     with pytest.raises(DeviceError, match="start another"):
-        ask(engine, "c", OTHER)
+        add_request(engine, "c", OTHER)
     assert engine.abort("a")
 
 
@@ -165,22 +142,22 @@ def test_what_a_request_brings_wrong_leaves_nothing_queued(engine: Engine, monke
 
     monkeypatch.setattr(engine, "_sampling", refuse)
     with pytest.raises(OverflowError):
-        ask(engine, "a", OTHER)
+        add_request(engine, "a", OTHER)
     monkeypatch.undo()
     assert not engine.has_work
-    ask(engine, "a", OTHER)
-    assert run(engine)["a"][1] == "length"
+    add_request(engine, "a", OTHER)
+    assert run_out(engine)["a"][1] == "length"
     assert not runner.known
 
 
 def test_ended_requests_are_counted_by_how_they_ended(engine: Engine) -> None:
     for name in "abcde":
-        ask(engine, name, OTHER, 3)
+        add_request(engine, name, OTHER, 3)
     engine.step()
     assert engine.abort("b")
     assert engine.abort("e")
     assert not engine.abort("e")
-    run(engine)
+    run_out(engine)
     stats = engine.stats()
     assert (stats.finished_requests, stats.aborted_requests, stats.failed_requests) == (3, 2, 0)
     assert (stats.waiting, stats.running) == (0, 0)
@@ -189,8 +166,8 @@ def test_ended_requests_are_counted_by_how_they_ended(engine: Engine) -> None:
 def test_nothing_grows_with_the_number_of_requests_that_have_ended(engine: Engine) -> None:
     scheduler, runner = parts_of(engine)
     for index in range(300):
-        ask(engine, str(index), [7, 8, 9], 1)
-        run(engine)
+        add_request(engine, str(index), [7, 8, 9], 1)
+        run_out(engine)
     held = [engine.__dict__, scheduler.__dict__, runner.__dict__]
     sizes = {
         name: len(value)
@@ -207,8 +184,8 @@ def test_nothing_grows_with_the_number_of_requests_that_have_ended(engine: Engin
 def test_drafts_are_counted_by_request_and_by_place_and_change_no_token() -> None:
     plain, drafting = make_parts().engine, make_parts(num_drafts=3).engine
     for engine in (plain, drafting):
-        ask(engine, "a", LONG, 25)
-        ask(engine, "b", OTHER, 25)
+        add_request(engine, "a", LONG, 25)
+        add_request(engine, "b", OTHER, 25)
     accepted, rejected = Counter[str](), Counter[str]()
     tokens: dict[str, list[int]] = {"a": [], "b": []}
     while drafting.has_work:
@@ -217,7 +194,7 @@ def test_drafts_are_counted_by_request_and_by_place_and_change_no_token() -> Non
             accepted[given.request_id] += given.output.num_accepted
             rejected[given.request_id] += given.output.num_rejected
         audit(drafting)
-    assert {name: (found, FinishReason.LENGTH) for name, found in tokens.items()} == run(plain)
+    assert {name: (found, FinishReason.LENGTH) for name, found in tokens.items()} == run_out(plain)
     stats = drafting.stats()
     assert stats.accepted_tokens == sum(accepted.values()) == sum(stats.accepted_by_position) > 10
     assert stats.drafted_tokens == sum(accepted.values()) + sum(rejected.values())

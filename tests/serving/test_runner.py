@@ -20,15 +20,17 @@ from oracles.runner_rig import (
     blocks,
     export,
     make_runner,
+    pending,
     row,
     run,
     small_config,
     small_model,
+    span,
 )
 
 from gdn_jax.model import LanguageModel
 from gdn_jax.serving.core.errors import InvariantError
-from gdn_jax.serving.core.plan import Phase, RowPlan, RowResult, StepPlan
+from gdn_jax.serving.core.plan import RowResult, StepPlan
 from gdn_jax.serving.runner import runner as runner_module
 from gdn_jax.serving.runner.lanes import MAX_BANNED
 from gdn_jax.serving.runner.prompt_scores import ScoredPrompt
@@ -50,18 +52,6 @@ def broken_model(dtype: str = "float32") -> LanguageModel:
 @pytest.fixture(scope="module")
 def broken() -> LanguageModel:
     return broken_model()
-
-
-def span(name: str, lane: int, tokens: Sequence[int], **changes: Any) -> RowPlan:
-    fields = {"write_anchor": lane + 1, "new_blocks": blocks(2 * lane + 1, 2 * lane + 2)}
-    return row(name, lane=lane, tokens=tuple(tokens), **fields | changes)
-
-
-def pending(name: str, lane: int, token: int, start: int, **changes: Any) -> RowPlan:
-    """A decode row that follows a prefill of `start` tokens."""
-    fields = {"tokens": (token,), "start": start, "table_start": 2, "emits": True}
-    fields |= {"read_anchor": lane + 1, "write_anchor": lane + 1}
-    return row(name, phase=Phase.DECODE, lane=lane, **fields | changes)
 
 
 def scoring(prompt: Sequence[int], num_top: int) -> RequestSampling:
