@@ -34,6 +34,16 @@ def swizzled(dtype: DTypeLike) -> tuple[Any, ...]:  # of plgpu.Transform, which 
     return tiling, plgpu.SwizzleTransform(SWIZZLE_BYTES)  # pyright: ignore[reportAbstractUsage]
 
 
+def row_by_row(columns: int) -> tuple[Any, ...]:  # of plgpu.Transform, which cannot be checked at run time
+    """Return that a matrix lies in shared memory as it is written, where slices begin at multiples of `columns`.
+
+    Mosaic swizzles memory of which nothing is said whenever all accesses allow it, and takes each slice for the
+    beginning of a swizzle's pattern, while copies count it from the memory's own: slices of single rows read other
+    columns than were copied there.
+    """
+    return (plgpu.TilingTransform((columns,)),)  # pyright: ignore[reportAbstractUsage]
+
+
 def product(left, right) -> jax.Array:
     """Return `left @ right` in float32 from two matrices in shared memory, by the tensor cores; for inside a kernel."""
 

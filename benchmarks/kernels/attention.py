@@ -133,9 +133,8 @@ def check(case: Case, implementation: Implementation) -> float:
     """
     small = replace(case, num_rows=max(1, min(case.num_rows, _CHECKED_KEYS // case.context)))
     args = draw(small)
-    got, want = (
-        paged_attention_advance(*args, implementation=which) for which in (implementation, Implementation.REFERENCE)
-    )
+    attend = jax.jit(paged_attention_advance, static_argnames="implementation")
+    got, want = (attend(*args, implementation=which) for which in (implementation, Implementation.REFERENCE))
     error = relative_error(got, want)
     if not error <= _TOLERANCE:
         raise SystemExit(f"{case.name}: attention must be right within {_TOLERANCE}; error {error}: no times")

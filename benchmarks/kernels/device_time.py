@@ -22,6 +22,7 @@ from benchmarks.results_file import ResultRow, write_results
 
 _LOG = logging.getLogger(__name__)
 _LEAST_SECONDS = 0.05  # of one timed run: what a dispatch from the host costs is then a thousandth
+_ROUNDS = 16  # of one loop
 _COPIED_BYTES = 2 << 30
 
 
@@ -46,30 +47,35 @@ def time_calls[Carry, Held](
             take them for constants.
         repeats: timed runs.
     """
+    one = jax.jit(call)  # so that it is lowered once, however often the body calls it
 
-    def rounds_of(carry: Carry, held: Sequence[Held], rounds: int) -> Carry:
+    def rounds_of(carry: Carry, held: Sequence[Held]) -> Carry:
         def body(_: Any, carry: Carry) -> Carry:
             for own in held:
-                carry = call(carry, own)
+                carry = one(carry, own)
             return carry
 
-        return lax.fori_loop(0, rounds, body, carry)
+        # A static number: with one that the device decides on, the host asks for it in every round.
+        return lax.fori_loop(0, _ROUNDS, body, carry)
 
-    def run(rounds: int, carry: Carry) -> tuple[float, Carry]:
+    loop = jax.jit(rounds_of, donate_argnums=0)
+
+    def run(num_loops: int, carry: Carry) -> tuple[float, Carry]:
+        """Run some loops, each handed over while the one before runs; returns their seconds."""
         start = time.perf_counter()
-        carry = jax.block_until_ready(loop(carry, held, rounds))
+        for _ in range(num_loops):
+            carry = loop(carry, held)
+        carry = jax.block_until_ready(carry)
         return time.perf_counter() - start, carry
 
-    # The number of rounds is static: with one that the device decides on, the host asks for it in every round.
-    loop = jax.jit(rounds_of, static_argnums=2, donate_argnums=0)
-    carry = run(2, carry)[1]  # compiles
-    seconds, carry = run(2, carry)
-    rounds = max(2, int(2 * _LEAST_SECONDS / seconds))
-    carry = run(rounds, carry)[1]
+    carry = run(1, carry)[1]  # compiles
+    seconds, carry = run(1, carry)
+    num_loops = max(1, round(_LEAST_SECONDS / seconds))
+    carry = run(num_loops, carry)[1]
     timed = []
     for _ in range(repeats):
-        seconds, carry = run(rounds, carry)
-        timed.append(seconds / rounds / len(held))
+        seconds, carry = run(num_loops, carry)
+        timed.append(seconds / num_loops / _ROUNDS / len(held))
     deciles = statistics.quantiles(timed, n=10, method="inclusive")
     return Times(median=statistics.median(timed), p10=deciles[0], p90=deciles[-1])
 

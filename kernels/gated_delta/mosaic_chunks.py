@@ -28,11 +28,12 @@ from gdn_jax.kernels.gated_delta.mosaic_cuts import ROWS, is_cut
 from gdn_jax.kernels.gated_delta.mosaic_substitution import (
     PADDED,
     PAIR,
+    SLICE,
     load_padded,
     store_padded,
     substitute_forward,
 )
-from gdn_jax.kernels.mosaic import everywhere, over_columns, over_rows, product, swizzled
+from gdn_jax.kernels.mosaic import everywhere, over_columns, over_rows, product, row_by_row, swizzled
 from gdn_jax.kernels.numerics import CHUNK
 
 # Of the numbers by place: decay from a chunk's start to after a token, from there to the chunk's end, write strength.
@@ -69,7 +70,7 @@ def chunk_factors(
     pairs = -(-group // PAIR)
     matrix = jax.ShapeDtypeStruct((num_chunks, num_heads, *_SHAPE), k.dtype)
     keys = plgpu.SMEM((CHUNK, width), k.dtype, transforms=swizzled(k.dtype))
-    padded = plgpu.SMEM((PAIR, CHUNK, PADDED), jnp.float32)
+    padded = plgpu.SMEM((PAIR, CHUNK, PADDED), jnp.float32, transforms=row_by_row(SLICE))
     inverses, scores, by_place = plgpu.kernel(
         _make_body(group, pairs),
         kernel_name="gdn_prefill_chunks",

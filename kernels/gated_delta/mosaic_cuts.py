@@ -17,10 +17,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from gdn_jax.kernels.gated_delta.chunk_slots import END, FIRST, TOKEN
+from gdn_jax.kernels.mosaic import RowsOverLanes, row_by_row
 from gdn_jax.kernels.numerics import CHUNK
 
 ROWS = 8  # that are swizzled together
 _COLUMNS = 64  # that are cleared together
+_PLAIN = RowsOverLanes(CHUNK, 16, jnp.float16).matrix  # a token's columns side by side, whichever the 16-bit dtype
 
 
 def is_cut(token: Array, first: Array, end: Array) -> Array:
@@ -64,7 +66,7 @@ def lay_out_cuts(
         return jax.ShapeDtypeStruct((num_chunks, CHUNK, *x.shape[1:]), x.dtype)
 
     def tile(x: Array) -> Any:
-        return plgpu.SMEM((2 * CHUNK, x.shape[2]), x.dtype)
+        return plgpu.SMEM((2 * CHUNK, x.shape[2]), x.dtype, transforms=row_by_row(_COLUMNS))
 
     q_cut, k_cut, v_cut = plgpu.kernel(
         gdn_prefill_cuts_body,
@@ -81,6 +83,6 @@ def _clear_unowned(tile: Any, first: Array, end: Array) -> None:
     """Zero the places that hold no token of the row: memory may hold anything there, NaN too."""
     for begin in range(0, tile.shape[1], _COLUMNS):
         columns = tile.at[:, pl.ds(begin, _COLUMNS)]
-        values = plgpu.load(columns, layout=plgpu.Layout.WGMMA, optimized=False)
-        place = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=plgpu.Layout.WGMMA)
+        values = plgpu.load(columns, layout=_PLAIN, optimized=False)
+        place = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=_PLAIN)
         columns[...] = jnp.where((place >= first) & (place < end), values, jnp.zeros_like(values))

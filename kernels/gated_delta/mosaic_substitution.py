@@ -26,7 +26,7 @@ PAIR = 2  # matrices inverted side by side
 PADDED = CHUNK + 8  # numbers from row to row in shared memory, so that few threads side by side meet in a bank
 _ROWS = 8  # of a block, and of an array in registers
 _SHAPE = (PAIR, CHUNK, _ROWS)  # matrix, column, row of a block
-_SLICE = 8  # columns of a padded matrix that a warpgroup moves at once
+SLICE = 8  # columns of a padded matrix that a warpgroup moves at once, and rows of a block
 
 
 def _layout() -> Any:
@@ -37,15 +37,15 @@ def _layout() -> Any:
 
 def store_padded(matrix: Float[Array, "rows columns"], padded: Any) -> None:
     """Store a matrix in the layout of tensor cores into rows PADDED numbers apart."""
-    for begin in range(0, CHUNK, _SLICE):
-        padded[:, pl.ds(begin, _SLICE)] = matrix[:, begin : begin + _SLICE]
+    for begin in range(0, CHUNK, SLICE):
+        padded[:, pl.ds(begin, SLICE)] = matrix[:, begin : begin + SLICE]
 
 
 def load_padded(padded: Any) -> Float[Array, "rows columns"]:
     """Return what `store_padded` stores."""
     slices = [
-        plgpu.load(padded.at[:, pl.ds(begin, _SLICE)], layout=plgpu.Layout.WGMMA, optimized=False)
-        for begin in range(0, CHUNK, _SLICE)
+        plgpu.load(padded.at[:, pl.ds(begin, SLICE)], layout=plgpu.Layout.WGMMA, optimized=False)
+        for begin in range(0, CHUNK, SLICE)
     ]
     return jnp.concatenate(slices, axis=1)
 

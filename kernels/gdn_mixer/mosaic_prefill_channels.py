@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 from gdn_jax.kernels.gdn_mixer.mosaic_arithmetic import silu, weighted_sum
 from gdn_jax.kernels.gdn_mixer.mosaic_prefill_tiles import Row, Tile
 from gdn_jax.kernels.gdn_mixer.mosaic_prefill_windows import Windows
-from gdn_jax.kernels.mosaic import HeadsOverWarps, over_rows
+from gdn_jax.kernels.mosaic import HeadsOverWarps, over_rows, row_by_row
 
 MOST_BEFORE = 8  # inputs before a tile, for which there is room
 _CHANNELS = 1024  # that are convolved at once: 128 threads with 8 each
@@ -60,7 +60,9 @@ class Groups:
         """Return what a tile takes of shared memory, for the inputs before it and its own, and barriers."""
         groups = (MOST_BEFORE + self.size) // self.length
         return {
-            "inputs": plgpu.SMEM((groups, self.length, num_heads, self.width), dtype),
+            "inputs": plgpu.SMEM(
+                (groups, self.length, num_heads, self.width), dtype, transforms=row_by_row(self.width)
+            ),
             "loaded": plgpu.Barrier(num_arrivals=self.count),
             "loaded_apart": plgpu.Barrier(num_arrivals=self.size),
         }

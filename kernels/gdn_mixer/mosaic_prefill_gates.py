@@ -16,7 +16,7 @@ from jaxtyping import Array
 
 from gdn_jax.kernels.gdn_mixer.mosaic_arithmetic import sigmoid, softplus
 from gdn_jax.kernels.gdn_mixer.mosaic_prefill_tiles import Row, Tile
-from gdn_jax.kernels.mosaic import everywhere, over_rows, store_apart
+from gdn_jax.kernels.mosaic import everywhere, over_rows, row_by_row, store_apart
 from gdn_jax.kernels.numerics import CHUNK
 
 _LANES, _THREADS = 32, 128
@@ -63,7 +63,9 @@ def gates_room(size: int, num_value: int, width: int, dtype: DTypeLike) -> Any:
 
     Tokens are copied to the last `size` rows. Where the tile's first places hold none, they are read from earlier ones.
     """
-    return plgpu.SMEM((2 * size, -(-2 * num_value // width), width), dtype)
+    # Fewer heads are too short for a swizzle, and for a copy's pieces.
+    transforms = row_by_row(_MOST_HEADS) if heads_at_once(num_value) == _MOST_HEADS else ()
+    return plgpu.SMEM((2 * size, -(-2 * num_value // width), width), dtype, transforms=transforms)
 
 
 def run_gates(

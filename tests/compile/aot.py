@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import jax
 from jax.experimental import topologies
 from jax.experimental.compilation_cache import compilation_cache
+from jax.experimental.mosaic.gpu import core as mosaic_core
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 TARGET = Path(__file__).with_name("h200.txtpb")
@@ -26,6 +28,7 @@ _PTXAS_LINES = "MOSAIC_GPU_DUMP_PTXAS"  # where this variable is set, ptxas says
 _ENTRY = re.compile(r"Compiling entry function '(\w+)'")
 _SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _REGISTERS = re.compile(r"Used (\d+) registers")
+_SWIZZLED = re.compile(r"tile<\[(?:\d+, )*?(\d+, )?\d+\]>, #mosaic_gpu\.swizzle<\d+")
 _COPY = re.compile(r"= (\w+)\[([\d,]*)\]\S* copy(?:-start)?\(")
 _LAUNCH = re.compile(r" (?:fusion|custom-call|copy|copy-start|sort|while|conditional)\(")
 
@@ -77,12 +80,15 @@ def compile_for_h200(function: Callable, *arguments: Any, donate: Sequence[int] 
         arguments: pytrees of `spec`.
         donate: indices of the arguments that the function may overwrite.
         static: keyword arguments that are not arrays.
+
+    Raises:
+        RuntimeError: memory is swizzled in a way that slices of it are not read in.
     """
     jitted = jax.jit(function, donate_argnums=tuple(donate), static_argnames=tuple(static))
     # Without an abstract device that names the GPU, lowering does not know for which one a kernel is meant.
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
     abstract = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
-    with jax.sharding.use_abstract_mesh(abstract):
+    with jax.sharding.use_abstract_mesh(abstract), _swizzles_checked():
         lowered = jitted.trace(*arguments, **static).lower()
     with _everything_compiled_anew(), _native_output() as printed:
         executable = lowered.compile()
@@ -108,6 +114,24 @@ def compile_for_h200(function: Callable, *arguments: Any, donate: Sequence[int] 
 def _mesh() -> Mesh:
     topology = topologies.get_topology_desc(platform="cuda", target_config=TARGET.read_text(), topology="1x1x1")
     return topologies.make_mesh(topology, (1,), ("x",))
+
+
+@contextmanager
+def _swizzles_checked() -> Iterator[None]:
+    """Refuse kernels in which Mosaic swizzles memory in tiles of other than eight rows, as it does when left alone.
+
+    The hardware counts a swizzle's pattern from multiples of eight rows, Mosaic from where a slice begins. Interpreted
+    kernels cannot show that what is read then is not what was copied there.
+    """
+    infer = mosaic_core.layout_inference.infer_layout
+
+    def infer_and_check(module: Any, **options: Any) -> None:
+        infer(module, **options)
+        if rows := {found for found in _SWIZZLED.findall(str(module)) if found != "8, "}:
+            raise RuntimeError(f"swizzled tiles must have 8 rows; got {sorted(rows)}: give the memory `row_by_row`")
+
+    with patch.object(mosaic_core.layout_inference, "infer_layout", infer_and_check):
+        yield
 
 
 @contextmanager

@@ -5,7 +5,10 @@ import jax.numpy as jnp
 import pytest
 from compile.aot import Report, compile_for_h200, spec
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from gdn_jax.kernels.mosaic import HeadsOverWarps
 
 SLOTS, ROWS, WIDTH = 1000, 8, 128
 
@@ -54,3 +57,22 @@ def test_a_donated_pool_stays_in_place_and_one_that_is_kept_is_copied() -> None:
     kept = report(lambda slots, pool: (scale(slots, pool, 0.25), pool))
     assert kept.aliased_bytes == 0
     assert set(kept.copies) == {f"f32[{SLOTS},{WIDTH},{WIDTH}]"}
+
+
+def test_memory_that_mosaic_swizzles_in_tiles_of_single_rows_is_refused() -> None:
+    def first_rows(x: jax.Array) -> jax.Array:
+        def store_first_row(x, out, tile):
+            tile[...] = plgpu.load(x.at[lax.axis_index("row")], layout=plgpu.Layout.WGMMA, optimized=False)
+            row = tile.at[pl.ds(lax.axis_index("row"), 1)]
+            out[lax.axis_index("row")] = plgpu.load(row, layout=HeadsOverWarps(1, WIDTH).matrix, optimized=False)
+
+        return plgpu.kernel(
+            store_first_row,
+            out_type=jax.ShapeDtypeStruct((ROWS, 1, WIDTH), x.dtype),
+            scratch_types=[plgpu.SMEM((WIDTH, WIDTH), x.dtype)],
+            grid=(ROWS,),
+            grid_names=("row",),
+        )(x)
+
+    with pytest.raises(RuntimeError, match="swizzled tiles must have 8 rows"):
+        compile_for_h200(first_rows, spec((ROWS, WIDTH, WIDTH), jnp.float32))
