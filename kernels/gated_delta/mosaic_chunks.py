@@ -12,7 +12,6 @@ triangle, coarse part and rest apart, as in `chunk.py`.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -76,10 +75,9 @@ def chunk_factors(
         kernel_name="gdn_prefill_chunks",
         out_type=(matrix, matrix, jax.ShapeDtypeStruct((num_chunks, num_heads, 3, CHUNK), jnp.float32)),
         scratch_types={
-            # Queries and keys are done with when the inverse is begun, its operand when results are stored.
-            "before": plgpu.RefUnion((keys, keys), padded),
-            "after": plgpu.RefUnion(padded, plgpu.SMEM(_SHAPE, k.dtype, transforms=swizzled(k.dtype))),
-            "sums": plgpu.SMEM((2, CHUNK), jnp.float32),
+            "room": plgpu.RefUnion((keys, keys), padded),  # both products are done when an inverse is begun
+            "tiles": plgpu.SMEM((PAIR, *_SHAPE), k.dtype, transforms=swizzled(k.dtype)),
+            "sums": plgpu.SMEM((PAIR, 4, CHUNK), jnp.float32),
             "loaded": plgpu.Barrier(num_arrivals=2),
         },
         grid=(num_chunks, num_key * pairs),
@@ -103,32 +101,29 @@ def _make_body(group: int, pairs: int) -> Callable[..., None]:
         scores: Any,
         by_place: Any,
         *,
-        before: Any,
-        after: Any,
+        room: Any,
+        tiles: Any,
         sums: Any,
         loaded: Any,
     ) -> None:
-        ((queries, keys), solved), (lower, tile) = before, after
+        (keys, queries), matrices = room
         chunk, part = lax.axis_index("chunk"), lax.axis_index("part")
         key_head, pair = lax.div(part, jnp.int32(pairs)), lax.rem(part, jnp.int32(pairs))
         token, first, end = (slots[chunk, which] for which in (TOKEN, FIRST, END))
 
-        def gate(name: str, head: Array) -> Float[Array, "places"]:
-            return plgpu.load(gates[name].at[chunk, :, head], layout=_COLUMN, optimized=False)
+        def head_of(member: int) -> Array:
+            """Return a head of the pair; the second one of the last pair of an odd group is the first one again."""
+            return key_head * group + jnp.minimum(pair * PAIR + member, group - 1)
 
-        def send(matrix: Array, to: Any) -> None:
-            """Round a matrix and store it, once the one before has left the tile."""
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        def gate(name: str, member: int) -> Float[Array, "places"]:
+            return plgpu.load(gates[name].at[chunk, :, head_of(member)], layout=_COLUMN, optimized=False)
+
+        def send(matrix: Array, member: int, to: Any) -> None:
+            """Round a matrix of a head and store it."""
+            tile = tiles.at[member]
             tile[...] = matrix.astype(tile.dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(tile, to)
-
-        def finish(member: int, head: Array, key_queries: Array) -> None:
-            """Store the gates, P^T and T^T of a head whose inverse is known."""
-            decay = _decays(gate("g", head), sums, by_place.at[chunk, head])
-            by_place[chunk, head, BETA] = gate("beta", head)
-            send(key_queries * decay, scores.at[chunk, head])
-            send(load_padded(solved.at[member]) * decay, inverses.at[chunk, head])
+            plgpu.copy_smem_to_gmem(tile, to.at[chunk, head_of(member)])
 
         @pl.when(end > first)
         def _() -> None:
@@ -144,46 +139,60 @@ def _make_body(group: int, pairs: int) -> Callable[..., None]:
                 plgpu.copy_gmem_to_smem(k_cut.at[chunk, :, key_head], keys, loaded)
                 plgpu.copy_gmem_to_smem(q_cut.at[chunk, :, key_head], queries, loaded)
 
+            members = range(PAIR)
+            strengths, decays = ([gate(name, member) for member in members] for name in ("beta", "g"))
+            for member in members:  # while keys are on their way
+                stored = by_place.at[chunk, head_of(member)]
+                stored[BETA] = strengths[member]
+                _sum_up(decays[member], sums.at[member], stored)
             plgpu.barrier_wait(loaded)
-            # The second head of the last pair of an odd group is the first one again, of which nothing is stored.
-            heads = [key_head * group + jnp.minimum(pair * PAIR + member, group - 1) for member in range(PAIR)]
-            transposed = keys.transpose((1, 0))
-            row, column = (plgpu.broadcasted_iota(jnp.int32, _SHAPE, axis, layout=_MATRIX) for axis in range(2))
-            products = product(keys, transposed)
-            for member, head in enumerate(heads):
-                entries = over_columns(gate("beta", head), _SHAPE) * products
-                store_padded(jnp.where(column < row, entries, jnp.zeros_like(entries)), lower.at[member])
+
             key_queries = product(keys, queries.transpose((1, 0)))
-            substitute_forward(lower, solved)
-            for member, head in enumerate(heads):
-                finish_member = partial(finish, member, head, key_queries)
-                if member < (group % PAIR or PAIR):
-                    finish_member()
-                else:  # the last pair of an odd group lacks this one
-                    pl.when(pair < pairs - 1)(finish_member)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the tile, before the program ends
+            for member in members:
+                send(key_queries * _decays(sums.at[member]), member, scores)
+            products = product(keys, keys.transpose((1, 0)))
+            row, column = (plgpu.broadcasted_iota(jnp.int32, _SHAPE, axis, layout=_MATRIX) for axis in range(2))
+            for member in members:
+                entries = over_columns(strengths[member], _SHAPE) * products
+                store_padded(jnp.where(column < row, entries, jnp.zeros_like(entries)), matrices.at[member])
+            substitute_forward(matrices)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # scores have left the tiles
+            for member in members:
+                # Below the diagonal stands what was inverted, and decays are zero.
+                send(load_padded(matrices.at[member]) * _decays(sums.at[member]), member, inverses)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the tiles, before the program ends
 
     return gdn_prefill_chunks_body
 
 
-def _decays(g: Float[Array, "places"], sums: Any, stored: Any) -> Float[Array, "places places"]:
-    """Return D^T, [j, i] = exp(G_i - G_j) for j <= i, zeros elsewhere; store the decays to start and end."""
+def _sum_up(g: Float[Array, "places"], sums: Any, stored: Any) -> None:
+    """Leave G in shared memory, coarse part and rest, each twice; store the decays to start and end."""
     row, column = (plgpu.broadcasted_iota(jnp.int32, _SHAPE, axis, layout=_MATRIX) for axis in range(2))
     g = jnp.maximum(g, LEAST_DECAY)
     coarse = lax.round(g * DECAY_GRID, lax.RoundingMethod.TO_NEAREST_EVEN) / DECAY_GRID
-    exponents, before, after = [], [], []
+    before, after = [], []
     for which, part in enumerate((coarse, g - coarse)):
-
-        def along(which: int = which) -> Float[Array, "places places"]:
-            return over_rows(plgpu.load(sums.at[which], layout=_ROW, optimized=False), _SHAPE)
-
         sums[which] = part
-        total = jnp.sum(jnp.where(column <= row, along(), 0.0), axis=1)
+        total = jnp.sum(jnp.where(column <= row, _along(sums, which), 0.0), axis=1)
+        # Twice, since one place cannot be loaded in two layouts.
         sums[which] = total
+        sums[2 + which] = total
         before.append(total)
         after.append(everywhere(sums[which, CHUNK - 1], (CHUNK,)) - total)
-        exponents.append(along() - over_columns(total, _SHAPE))
     stored[IN] = jnp.exp(before[0] + before[1])
     stored[OUT] = jnp.exp(after[0] + after[1])
-    exponent = exponents[0] + exponents[1]
-    return jnp.exp(jnp.where(column >= row, exponent, -jnp.inf))  # above the diagonal exp would overflow
+
+
+def _decays(sums: Any) -> Float[Array, "places places"]:
+    """Return D^T, [j, i] = exp(G_i - G_j) for j <= i, zeros elsewhere, from what `_sum_up` leaves."""
+    row, column = (plgpu.broadcasted_iota(jnp.int32, _SHAPE, axis, layout=_MATRIX) for axis in range(2))
+    coarse, rest = (
+        _along(sums, which) - over_columns(plgpu.load(sums.at[2 + which], layout=_COLUMN, optimized=False), _SHAPE)
+        for which in range(2)
+    )
+    return jnp.exp(jnp.where(column >= row, coarse + rest, -jnp.inf))  # above the diagonal exp would overflow
+
+
+def _along(sums: Any, which: int) -> Float[Array, "places places"]:
+    """Return the coarse part or the rest in every row."""
+    return over_rows(plgpu.load(sums.at[which], layout=_ROW, optimized=False), _SHAPE)

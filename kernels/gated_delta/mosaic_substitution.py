@@ -6,8 +6,8 @@ Columns of X do not depend on each other. Two threads of CUDA, side by side in a
 matrices; each holds every other four rows of both columns, sums over those, and the two add their sums once for each
 row. So each entry of L that comes from shared memory, 16 bytes at a time, serves two columns: what limits this is how
 fast shared memory fills registers. Rows are taken in blocks, so that the sums of a block stay in registers: first what
-earlier blocks contribute, block after block, then row by row within the block. X lies transposed in shared memory, a
-column side by side.
+earlier blocks contribute, block after block, then row by row within the block. X comes to lie transposed, a column side
+by side, in the half of L's place that holds zeros.
 
 The product form (I - L)(I + L^2)(I + L^4)... is not used, as in `triangular.py`.
 """
@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from gdn_jax.kernels.mosaic import everywhere
 from gdn_jax.kernels.numerics import CHUNK
 
 PAIR = 2  # matrices inverted side by side
@@ -50,12 +51,12 @@ def load_padded(padded: Any) -> Float[Array, "rows columns"]:
     return jnp.concatenate(slices, axis=1)
 
 
-def substitute_forward(lower: Any, solved: Any) -> None:
-    """Write the transposes of (I + L)^-1 of two matrices; for inside a kernel.
+def substitute_forward(matrices: Any) -> None:
+    """Put (I + L)^-1 of two matrices in their place; for inside a kernel.
 
     Args:
-        lower: strictly lower triangular L, zeros above, `[PAIR, CHUNK, PADDED]` float32 in shared memory.
-        solved: receives X^T, of the same shape; columns from CHUNK on are not touched.
+        matrices: strictly lower triangular L, zeros above, `[PAIR, CHUNK, PADDED]` float32 in shared memory; receives
+            X^T on the diagonal and above. What stands below stays L, columns from CHUNK on are not touched.
     """
     layout = _layout()
     column = plgpu.broadcasted_iota(jnp.int32, _SHAPE, 1, layout=layout)
@@ -64,15 +65,22 @@ def substitute_forward(lower: Any, solved: Any) -> None:
 
     def entries(row: Array, first: Array) -> Array:
         """Return L[row, first : first + _ROWS] for all columns of X."""
-        some = plgpu.load(lower.at[:, row, pl.ds(first, _ROWS)], layout=layout.reduce(1), optimized=False)
+        some = plgpu.load(matrices.at[:, row, pl.ds(first, _ROWS)], layout=layout.reduce(1), optimized=False)
         return lax.broadcast_in_dim(some, _SHAPE, (0, 2))
 
     def solve_block(block: Array, carry: None) -> None:
         first = block * _ROWS
 
+        def own(there: Array, values: Array, others: Array) -> Array:
+            """Return values where a column of X^T has its own, from row `there` on, and others where L stands."""
+            return jnp.where(of_block + everywhere(there, _SHAPE) >= column, values, others)
+
+        def load(there: Array) -> Array:
+            return plgpu.load(matrices.at[:, :, pl.ds(there, _ROWS)], layout=layout, optimized=False)
+
         def subtract(earlier: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
             there = earlier * _ROWS
-            known = plgpu.load(solved.at[:, :, pl.ds(there, _ROWS)], layout=layout, optimized=False)
+            known = own(there, load(there), nothing)
             return tuple(total + entries(first + i, there) * known for i, total in enumerate(sums))
 
         sums = lax.fori_loop(0, block, subtract, (nothing,) * _ROWS)
@@ -82,7 +90,7 @@ def substitute_forward(lower: Any, solved: Any) -> None:
             unit = jnp.where(column == first + i, 1.0, 0.0)
             row = unit - lax.broadcast_in_dim(jnp.sum(total, axis=2), _SHAPE, (0, 1))
             rows = jnp.where(of_block == i, row, rows)
-        solved[:, :, pl.ds(first, _ROWS)] = rows
+        matrices[:, :, pl.ds(first, _ROWS)] = own(first, rows, load(first))
         return carry
 
     lax.fori_loop(0, CHUNK // _ROWS, solve_block, None)
