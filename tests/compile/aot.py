@@ -28,7 +28,7 @@ _PTXAS_LINES = "MOSAIC_GPU_DUMP_PTXAS"  # where this variable is set, ptxas says
 _ENTRY = re.compile(r"Compiling entry function '(\w+)'")
 _SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _REGISTERS = re.compile(r"Used (\d+) registers")
-_SWIZZLED = re.compile(r"tile<\[(?:\d+, )*?(\d+, )?\d+\]>, #mosaic_gpu\.swizzle<\d+")
+_SWIZZLED = re.compile(r"tile<\[(?:(?:\d+, )*(\d+), )?\d+\]>, #mosaic_gpu\.swizzle<")
 _COPY = re.compile(r"= (\w+)\[([\d,]*)\]\S* copy(?:-start)?\(")
 _LAUNCH = re.compile(r" (?:fusion|custom-call|copy|copy-start|sort|while|conditional)\(")
 
@@ -86,7 +86,7 @@ def compile_for_h200(function: Callable, *arguments: Any, donate: Sequence[int] 
     """
     jitted = jax.jit(function, donate_argnums=tuple(donate), static_argnames=tuple(static))
     # Without an abstract device that names the GPU, lowering does not know for which one a kernel is meant.
-    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
     abstract = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
     with jax.sharding.use_abstract_mesh(abstract), _swizzles_checked():
         lowered = jitted.trace(*arguments, **static).lower()
@@ -118,7 +118,7 @@ def _mesh() -> Mesh:
 
 @contextmanager
 def _swizzles_checked() -> Iterator[None]:
-    """Refuse kernels in which Mosaic swizzles memory in tiles of other than eight rows, as it does when left alone.
+    """Refuse kernels in which Mosaic swizzles memory in tiles of fewer than eight rows, as it may when left alone.
 
     The hardware counts a swizzle's pattern from multiples of eight rows, Mosaic from where a slice begins. Interpreted
     kernels cannot show that what is read then is not what was copied there.
@@ -127,8 +127,9 @@ def _swizzles_checked() -> Iterator[None]:
 
     def infer_and_check(module: Any, **options: Any) -> None:
         infer(module, **options)
-        if rows := {found for found in _SWIZZLED.findall(str(module)) if found != "8, "}:
-            raise RuntimeError(f"swizzled tiles must have 8 rows; got {sorted(rows)}: give the memory `row_by_row`")
+        heights = [int(height or 1) for height in _SWIZZLED.findall(str(module))]
+        if odd := {height for height in heights if height % 8}:
+            raise RuntimeError(f"swizzled tiles must have 8 rows; got {sorted(odd)}: say that memory is `row_by_row`")
 
     with patch.object(mosaic_core.layout_inference, "infer_layout", infer_and_check):
         yield
