@@ -21,7 +21,7 @@ from tqdm import tqdm
 from gdn_jax.config import ModelConfig
 from gdn_jax.joined import join_projections
 from gdn_jax.kernel_sizes import check_kernel_sizes
-from gdn_jax.kernels.dispatch import Implementation, KernelChoice, choose_kernels
+from gdn_jax.kernels.dispatch import Implementation, KernelChoice, choose_kernels, tensor_cores_multiply
 from gdn_jax.model import LanguageModel, abstract_model, resolve_dtype
 from gdn_jax.serving.config import EngineConfig
 from gdn_jax.serving.core.errors import StartupError
@@ -227,8 +227,11 @@ def _say(
     level = logging.WARNING if kernels.is_fallback else logging.INFO
     _LOG.log(level, "kernels: %s (%s)", kernels.implementation, kernels.reason)
     if kernels.implementation is Implementation.MOSAIC:
-        rest = "prefill, grouped products" + (", attention (float32)" if dtype == jnp.float32 else "")
-        _LOG.info("kernels: in decode the delta rule and attention are Mosaic kernels; in plain JAX: %s", rest)
+        if tensor_cores_multiply(dtype):
+            parts = "GDN layers and attention are Mosaic kernels; in plain JAX: grouped products"
+        else:
+            parts = "GDN layers are Mosaic kernels in decode; in plain JAX: prefill, attention, grouped products"
+        _LOG.info("kernels: with %s activations %s", dtype, parts)
     mode = f"{config.prefix_cache}, states every {config.state_interval} tokens"
     _LOG.info("prefix cache: %s", mode if config.prefix_cache == "all" else config.prefix_cache)
     for line in memory.lines():
