@@ -98,7 +98,7 @@ def build_engine(config: EngineConfig, *, show_progress: bool = True) -> EngineP
         block_size=config.block_size,
     )
     kernels = choose_kernels(config.kernels, check)
-    memory = plan_memory(model_config, memory_request(config, model_config, device))
+    memory = plan_memory(model_config, memory_request(config, model_config, device, kernels.implementation))
     _say(config, published, kernels, memory, tokenizer)
     _keep_compiled(config.compile_cache)
     model = _load(config, model_config, dtype, kernels.implementation, show_progress=show_progress)
@@ -162,6 +162,7 @@ def memory_request(
     config: EngineConfig,
     model: ModelConfig,
     device: jax.Device,  # pyright: ignore[reportInvalidTypeForm] - jax binds the name at run time
+    implementation: Implementation,
 ) -> MemoryRequest:
     """Return what a config asks of a device's memory; logs what the share is of.
 
@@ -200,6 +201,7 @@ def memory_request(
         state_share=config.state_memory_share,
         num_blocks=config.num_blocks,
         num_slots=config.num_state_slots,
+        implementation=implementation,
     )
 
 
