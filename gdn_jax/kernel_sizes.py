@@ -3,7 +3,9 @@
 import jax.numpy as jnp
 
 from gdn_jax.config import ModelConfig
+from gdn_jax.kernels.dispatch import tensor_cores_multiply
 from gdn_jax.kernels.gated_delta.tiles import check_mixer
+from gdn_jax.kernels.gdn_mixer.tiles import check_taps
 from gdn_jax.kernels.numerics import CHUNK
 from gdn_jax.kernels.paged_attention.tiles import check_advance
 
@@ -15,7 +17,7 @@ def check_kernel_sizes(
 
     Args:
         config: the model.
-        dtype: of the activations; attention in float32 is plain JAX, which runs any size.
+        dtype: of the activations; where tensor cores do not multiply them, plain JAX runs any size.
         state_dtype: of recurrent states at rest.
         window: new tokens of a row in verify.
         block_size: tokens of a page.
@@ -27,7 +29,8 @@ def check_kernel_sizes(
         config.linear_value_dim,
         jnp.dtype(state_dtype),
     )
-    if dtype != jnp.float32:
+    if tensor_cores_multiply(dtype):
+        # Beside taps, prefill asks for no more than decode: it runs any number of heads per KV head.
+        check_taps(config.conv_kernel)
         group = config.num_attention_heads // config.num_kv_heads
-        # Attention of prefill asks for no more: it runs any number of heads per KV head.
         check_advance(width=config.head_dim, block_size=block_size, queries=window * group)

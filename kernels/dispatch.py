@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 KERNEL_CHOICES = ("auto", "reference", "jax", "mosaic")
 _HOPPER = "9.0"
@@ -17,11 +18,16 @@ class UnsupportedKernelError(ValueError):
 
 
 class Implementation(StrEnum):
-    """How kernels are computed; every public kernel function takes one."""
+    """How kernels are computed; every public kernel function takes one, and has a table of where each leads.
+
+    With MOSAIC, Pallas kernels run all that a GDN layer does between its projections, and attention, in decode and in
+    prefill. Plain JAX runs grouped products, training, and what tensor cores would multiply if it were not float32:
+    attention, and the prefill of GDN layers (`on_tensor_cores`).
+    """
 
     REFERENCE = "reference"  # token by token in float32: slow, defines the meaning
     JAX = "jax"  # plain JAX: chunked, any device, differentiable
-    MOSAIC = "mosaic"  # Pallas kernels for Hopper GPUs where an operation has one, plain JAX for the rest
+    MOSAIC = "mosaic"  # Pallas kernels for Hopper GPUs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,5 +89,27 @@ def imported_when_called(module: str, name: str) -> Callable[..., Any]:
 
     def call(*arguments: Any, **settings: Any) -> Any:
         return getattr(import_module(module), name)(*arguments, **settings)
+
+    return call
+
+
+def tensor_cores_multiply(dtype: jnp.dtype) -> bool:
+    """Return whether tensor cores multiply activations of this dtype as they are; they round float32."""
+    return dtype != jnp.float32
+
+
+def on_tensor_cores(module: str, name: str, in_plain_jax: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that leads to a Pallas kernel, or to plain JAX where tensor cores cannot multiply.
+
+    Args:
+        module: of the kernel.
+        name: of the kernel.
+        in_plain_jax: the same in plain JAX. Both take activations first: an array, or a tree of one.
+    """
+    kernel = imported_when_called(module, name)
+
+    def call(activations: Any, *others: Any, **settings: Any) -> Any:
+        (array,) = jax.tree.leaves(activations)
+        return (kernel if tensor_cores_multiply(array.dtype) else in_plain_jax)(activations, *others, **settings)
 
     return call

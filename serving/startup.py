@@ -21,7 +21,7 @@ from tqdm import tqdm
 from gdn_jax.config import ModelConfig
 from gdn_jax.joined import join_projections
 from gdn_jax.kernel_sizes import check_kernel_sizes
-from gdn_jax.kernels.dispatch import Implementation, KernelChoice, choose_kernels
+from gdn_jax.kernels.dispatch import Implementation, KernelChoice, choose_kernels, tensor_cores_multiply
 from gdn_jax.model import LanguageModel, abstract_model, resolve_dtype
 from gdn_jax.serving.config import EngineConfig
 from gdn_jax.serving.core.errors import StartupError
@@ -98,7 +98,7 @@ def build_engine(config: EngineConfig, *, show_progress: bool = True) -> EngineP
         block_size=config.block_size,
     )
     kernels = choose_kernels(config.kernels, check)
-    memory = plan_memory(model_config, memory_request(config, model_config, device))
+    memory = plan_memory(model_config, memory_request(config, model_config, device, kernels.implementation))
     _say(config, published, kernels, memory, tokenizer)
     _keep_compiled(config.compile_cache)
     model = _load(config, model_config, dtype, kernels.implementation, show_progress=show_progress)
@@ -162,6 +162,7 @@ def memory_request(
     config: EngineConfig,
     model: ModelConfig,
     device: jax.Device,  # pyright: ignore[reportInvalidTypeForm] - jax binds the name at run time
+    implementation: Implementation,
 ) -> MemoryRequest:
     """Return what a config asks of a device's memory; logs what the share is of.
 
@@ -200,6 +201,7 @@ def memory_request(
         state_share=config.state_memory_share,
         num_blocks=config.num_blocks,
         num_slots=config.num_state_slots,
+        implementation=implementation,
     )
 
 
@@ -227,8 +229,11 @@ def _say(
     level = logging.WARNING if kernels.is_fallback else logging.INFO
     _LOG.log(level, "kernels: %s (%s)", kernels.implementation, kernels.reason)
     if kernels.implementation is Implementation.MOSAIC:
-        rest = "prefill, grouped products" + (", attention (float32)" if dtype == jnp.float32 else "")
-        _LOG.info("kernels: in decode the delta rule and attention are Mosaic kernels; in plain JAX: %s", rest)
+        if tensor_cores_multiply(dtype):
+            parts = "GDN layers and attention are Mosaic kernels; in plain JAX: grouped products"
+        else:
+            parts = "GDN layers are Mosaic kernels in decode; in plain JAX: prefill, attention, grouped products"
+        _LOG.info("kernels: with %s activations %s", dtype, parts)
     mode = f"{config.prefix_cache}, states every {config.state_interval} tokens"
     _LOG.info("prefix cache: %s", mode if config.prefix_cache == "all" else config.prefix_cache)
     for line in memory.lines():

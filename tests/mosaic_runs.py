@@ -1,12 +1,29 @@
 """Mosaic GPU kernels in tests: on a GPU as they are, elsewhere in Pallas' interpreter, which finds races too."""
 
 from collections.abc import Callable
+from functools import partial
+from importlib import import_module
 
 import jax
+import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks  # the public names do not tell whether there was a race
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 ON_GPU = jax.default_backend() == "gpu"
+# Kernels that are told whether they are interpreted: those that multiply out of registers.
+_TOLD = {
+    "gated_delta.mosaic_prefill": "gdn_prefill",
+    "gdn_mixer.mosaic_prefill": "gdn_mixer_prefill",
+    "paged_attention.mosaic_prefill": "paged_attention_prefill",
+    "paged_attention.mosaic_advance": "paged_attention_advance",
+}
+
+
+def tell_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have kernels that the dispatch leads to traced for the interpreter, unless there is a GPU."""
+    for name, function in _TOLD.items():
+        module = import_module(f"gdn_jax.kernels.{name}")
+        monkeypatch.setattr(module, function, partial(getattr(module, function), interpret=not ON_GPU))
 
 
 def run_mosaic[Result](run: Callable[[], Result]) -> Result:

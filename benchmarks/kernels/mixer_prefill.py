@@ -113,10 +113,11 @@ def mix(
     rows: PrefillRows,
     state: RecurrentState,
 ) -> tuple[jax.Array, RecurrentState]:
-    """Call the mixer; the Mosaic one by itself, since the engine does not take it yet."""
-    if options.implementation == "jax":
-        return gdn_mixer_prefill(tokens, weights, rows, state, eps=_EPS, implementation=Implementation.JAX)
-    return mosaic_prefill(tokens, weights, rows, state, eps=_EPS, tiles=options.tiles(case))
+    """Call the mixer as the engine does, or with tiles that were asked for."""
+    if options.heads and options.implementation == "mosaic":
+        return mosaic_prefill(tokens, weights, rows, state, eps=_EPS, tiles=options.tiles(case))
+    implementation = Implementation(options.implementation)
+    return gdn_mixer_prefill(tokens, weights, rows, state, eps=_EPS, implementation=implementation)
 
 
 def check(case: PrefillCase, options: Options) -> float:

@@ -24,6 +24,7 @@ from jax import lax
 from benchmarks.kernels.device_time import Times, copy_bandwidth, matmul_rate, run_cases, time_calls, time_rows
 from benchmarks.kernels.peers import jla_prefill, time_torch_prefill, torch_prefills
 from benchmarks.results_file import ResultRow
+from gdn_jax.kernels.dispatch import Implementation
 from gdn_jax.kernels.gated_delta import gdn_prefill, mosaic_prefill
 from gdn_jax.kernels.gated_delta.cases import CASES, PREFILL_BENCHMARKS, PrefillArguments, PrefillCase, make_rows
 from gdn_jax.kernels.gated_delta.inputs import DeltaInputs
@@ -75,11 +76,11 @@ class Options:
 
     @property
     def prefill(self) -> Prefill:
-        """The function that is timed; the Mosaic one is called by itself, since the engine does not take it yet."""
-        if self.implementation == "jax":
-            return gdn_prefill
-        tiles = PrefillTiles(warpgroups=self.warpgroups, stages=self.stages) if self.warpgroups else None
-        return partial(mosaic_prefill.gdn_prefill, tiles=tiles)
+        """The function that is timed: what the dispatch leads to, or the Mosaic one with tiles that were asked for."""
+        if self.warpgroups and self.implementation == "mosaic":
+            tiles = PrefillTiles(warpgroups=self.warpgroups, stages=self.stages)
+            return partial(mosaic_prefill.gdn_prefill, tiles=tiles)
+        return partial(gdn_prefill, implementation=Implementation(self.implementation))
 
 
 def draw(case: PrefillCase, seed: int, *, correlated: bool = False) -> PrefillArguments:

@@ -20,7 +20,7 @@ from benchmarks.results_file import ResultRow
 from gdn_jax.kernels.anchors import PrefillRows
 from gdn_jax.kernels.dispatch import Implementation
 from gdn_jax.kernels.numerics import CHUNK, einsum
-from gdn_jax.kernels.paged_attention import mosaic_prefill, paged_attention_prefill
+from gdn_jax.kernels.paged_attention import paged_attention_prefill
 
 _DTYPE = jnp.dtype("bfloat16")
 _TOLERANCE = 2.0**-6  # weights and outputs are rounded to 8 bits, and the two versions sum in another order
@@ -108,9 +108,7 @@ def draw(case: PrefillCase) -> Drawn:
 
 
 def attend(drawn: Drawn, implementation: Implementation) -> jax.Array:
-    """Return the outputs; the Mosaic kernel is called by itself, since the engine does not take it yet."""
-    if implementation == Implementation.MOSAIC:
-        return mosaic_prefill.paged_attention_prefill(*drawn, 0)
+    """Return the outputs."""
     return paged_attention_prefill(*drawn, implementation=implementation)
 
 

@@ -6,7 +6,8 @@ Per value head h, with key head h // (Nv / Nk), state S [dk, dv] in float32 (sto
 
 q and k arrive l2-normalised, q scaled (`delta_inputs` makes them); g is the log decay, at most 0.
 `reference.py` runs this token by token and defines the meaning; `chunked.py` is the plain-JAX version;
-`mosaic_advance.py` is the advance as a Pallas kernel for Hopper GPUs, which has tiles of its own in `tiles.py`.
+`mosaic_advance.py` and `mosaic_prefill.py` are Pallas kernels for Hopper GPUs, which have tiles of their own in
+`tiles.py`.
 """
 
 from functools import partial
@@ -15,7 +16,7 @@ import jax
 from jaxtyping import Array, Bool, Float
 
 from gdn_jax.kernels.anchors import AdvanceRows, PrefillRows
-from gdn_jax.kernels.dispatch import Implementation, imported_when_called
+from gdn_jax.kernels.dispatch import Implementation, imported_when_called, on_tensor_cores
 from gdn_jax.kernels.gated_delta import chunked, reference
 from gdn_jax.kernels.gated_delta.inputs import DeltaInputs, delta_inputs
 
@@ -24,7 +25,9 @@ __all__ = ["DeltaInputs", "delta_inputs", "gdn_advance", "gdn_forward", "gdn_pre
 _PREFILL = {
     Implementation.REFERENCE: reference.gdn_prefill,
     Implementation.JAX: chunked.gdn_prefill,
-    Implementation.MOSAIC: chunked.gdn_prefill,  # not `mosaic_prefill.py`, until it is measured on a card
+    Implementation.MOSAIC: on_tensor_cores(
+        "gdn_jax.kernels.gated_delta.mosaic_prefill", "gdn_prefill", chunked.gdn_prefill
+    ),
 }
 _ADVANCE = {
     Implementation.REFERENCE: reference.gdn_advance,

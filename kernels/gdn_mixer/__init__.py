@@ -10,7 +10,7 @@ It is one operation so that it may be few launches: `reference.py` calls the sin
 from jaxtyping import Array, Float, Int
 
 from gdn_jax.kernels.anchors import AdvanceRows, PrefillRows
-from gdn_jax.kernels.dispatch import Implementation, imported_when_called
+from gdn_jax.kernels.dispatch import Implementation, imported_when_called, on_tensor_cores
 from gdn_jax.kernels.gdn_mixer import plain, reference
 from gdn_jax.kernels.gdn_mixer.inputs import MixerTokens, MixerWeights
 from gdn_jax.kernels.gdn_mixer.state import RecurrentState, ReplayWindow
@@ -20,8 +20,9 @@ __all__ = ["MixerTokens", "MixerWeights", "RecurrentState", "ReplayWindow", "gdn
 _PREFILL = {
     Implementation.REFERENCE: reference.gdn_mixer_prefill,
     Implementation.JAX: plain.gdn_mixer_prefill,
-    # not imported_when_called("gdn_jax.kernels.gdn_mixer.mosaic_prefill", "gdn_mixer_prefill"), until a card has run it
-    Implementation.MOSAIC: plain.gdn_mixer_prefill,
+    Implementation.MOSAIC: on_tensor_cores(
+        "gdn_jax.kernels.gdn_mixer.mosaic_prefill", "gdn_mixer_prefill", plain.gdn_mixer_prefill
+    ),
 }
 _ADVANCE = {
     Implementation.REFERENCE: reference.gdn_mixer_advance,

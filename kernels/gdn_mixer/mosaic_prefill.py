@@ -10,16 +10,14 @@ import jax
 from jaxtyping import Array, Float
 
 from gdn_jax.kernels.anchors import PrefillRows
-from gdn_jax.kernels.dispatch import UnsupportedKernelError
 from gdn_jax.kernels.gated_delta.mosaic_prefill import gdn_prefill_on_grid
 from gdn_jax.kernels.gated_delta.tiles import PrefillTiles, check_mixer, check_operands
 from gdn_jax.kernels.gdn_mixer.chunk_grid import place_of_tokens, rows_on_grid
 from gdn_jax.kernels.gdn_mixer.inputs import MixerTokens, MixerWeights
-from gdn_jax.kernels.gdn_mixer.mosaic_prefill_channels import MOST_BEFORE
 from gdn_jax.kernels.gdn_mixer.mosaic_prefill_inputs import prefill_inputs
 from gdn_jax.kernels.gdn_mixer.mosaic_prefill_norm import norm_from_grid
 from gdn_jax.kernels.gdn_mixer.state import RecurrentState
-from gdn_jax.kernels.gdn_mixer.tiles import MixerTiles, mixer_tiles
+from gdn_jax.kernels.gdn_mixer.tiles import MixerTiles, check_taps, mixer_tiles
 
 
 @partial(jax.jit, static_argnames=("eps", "tiles", "delta_tiles", "interpret"))
@@ -47,7 +45,7 @@ def gdn_mixer_prefill(
         interpret: whether this is traced for the interpreter, which also takes float32.
 
     Raises:
-        UnsupportedKernelError: for what `check_mixer` and `check_operands` refuse, and for more than nine taps.
+        UnsupportedKernelError: for what `check_mixer`, `check_operands` and `check_taps` refuse.
     """
     num_tokens, dtype = tokens.packed.shape[0], tokens.packed.dtype
     num_key, key_dim = state.replay.delta.k.shape[2:]
@@ -55,11 +53,7 @@ def gdn_mixer_prefill(
     check_mixer(num_key, num_value, key_dim, value_dim, state.recurrent.dtype)
     if not interpret:  # which runs float32 too
         check_operands(dtype)
-    if state.conv.shape[1] > MOST_BEFORE:
-        raise UnsupportedKernelError(
-            f"a convolution must have at most {MOST_BEFORE + 1} taps for the Mosaic mixer; got "
-            f"{state.conv.shape[1] + 1}; ask for kernels='jax', which runs any number"
-        )
+    check_taps(weights.taps.shape[0])
     tiles = tiles or mixer_tiles(num_tokens, num_key, num_value)
     laid, conv = prefill_inputs(tokens, weights, rows, state.conv, num_key=num_key, tiles=tiles)
     gates = {name: laid.pop(name) for name in ("g", "beta")}

@@ -19,9 +19,10 @@ from jaxtyping import Array, Float
 from gdn_jax.kernels.gdn_mixer.mosaic_arithmetic import silu, weighted_sum
 from gdn_jax.kernels.gdn_mixer.mosaic_prefill_tiles import Row, Tile
 from gdn_jax.kernels.gdn_mixer.mosaic_prefill_windows import Windows
+from gdn_jax.kernels.gdn_mixer.tiles import MOST_TAPS
 from gdn_jax.kernels.mosaic import HeadsOverWarps, over_rows, row_by_row
 
-MOST_BEFORE = 8  # inputs before a tile, for which there is room
+MOST_BEFORE = MOST_TAPS - 1  # inputs before a tile, for which there is room; whole groups of places
 _CHANNELS = 1024  # that are convolved at once: 128 threads with 8 each
 
 

@@ -1,10 +1,12 @@
-"""How the mixer's Mosaic prefill is cut up; no choice changes a bit of what is computed."""
+"""How the mixer's Mosaic prefill is cut up, which changes no bit of what is computed, and what it cannot run."""
 
 from dataclasses import dataclass
 
+from gdn_jax.kernels.dispatch import UnsupportedKernelError
 from gdn_jax.kernels.gated_delta.tiles import MULTIPROCESSORS
 from gdn_jax.kernels.numerics import CHUNK
 
+MOST_TAPS = 9  # of a convolution: shared memory has room for the inputs of so many before a tile
 _PROGRAMS = 3 * MULTIPROCESSORS // 2  # fewer leave multiprocessors idle
 
 
@@ -30,3 +32,12 @@ def mixer_tiles(num_tokens: int, num_key: int, num_value: int) -> MixerTiles:
     while places > least and num_tokens // places * parts < _PROGRAMS:
         places //= 2
     return MixerTiles(heads=heads, places=places)
+
+
+def check_taps(num_taps: int) -> None:
+    """Raise UnsupportedKernelError unless the Mosaic prefill has room for a convolution of so many taps."""
+    if num_taps > MOST_TAPS:
+        raise UnsupportedKernelError(
+            f"a convolution must have at most {MOST_TAPS} taps for the Mosaic mixer; got {num_taps}; "
+            "ask for kernels='jax', which runs any number"
+        )

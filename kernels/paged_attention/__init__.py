@@ -8,41 +8,28 @@ padding may name it, nothing is stored there, and nothing reads it. Token p of a
     Hkv)
 """
 
-from collections.abc import Callable
-from typing import Any
-
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from gdn_jax.kernels.anchors import AdvanceRows, PrefillRows
-from gdn_jax.kernels.dispatch import Implementation, imported_when_called
+from gdn_jax.kernels.dispatch import Implementation, on_tensor_cores
 from gdn_jax.kernels.paged_attention import plain, reference
 from gdn_jax.kernels.paged_attention.pages import token_slots, write_pages
 
 __all__ = ["paged_attention_advance", "paged_attention_prefill", "token_slots", "write_pages"]
 
-
-def _on_tensor_cores(module: str, name: str) -> Callable[..., Float[Array, "*tokens Hq D"]]:
-    """Return a kernel for 16 bits; tensor cores multiply no IEEE float32, which runs in plain JAX."""
-    kernel, in_plain_jax = imported_when_called(f"gdn_jax.kernels.paged_attention.{module}", name), getattr(plain, name)
-
-    def attend(q: Float[Array, "*tokens Hq D"], *others: Any) -> Float[Array, "*tokens Hq D"]:
-        return (in_plain_jax if q.dtype == jnp.float32 else kernel)(q, *others)
-
-    return attend
-
-
-_mosaic_prefill = _on_tensor_cores("mosaic_prefill", "paged_attention_prefill")
-_mosaic_advance = _on_tensor_cores("mosaic_advance", "paged_attention_advance")
 _PREFILL = {
     Implementation.REFERENCE: reference.paged_attention_prefill,
     Implementation.JAX: plain.paged_attention_prefill,
-    Implementation.MOSAIC: plain.paged_attention_prefill,  # not `_mosaic_prefill`, until it is measured on a card
+    Implementation.MOSAIC: on_tensor_cores(
+        "gdn_jax.kernels.paged_attention.mosaic_prefill", "paged_attention_prefill", plain.paged_attention_prefill
+    ),
 }
 _ADVANCE = {
     Implementation.REFERENCE: reference.paged_attention_advance,
     Implementation.JAX: plain.paged_attention_advance,
-    Implementation.MOSAIC: _mosaic_advance,
+    Implementation.MOSAIC: on_tensor_cores(
+        "gdn_jax.kernels.paged_attention.mosaic_advance", "paged_attention_advance", plain.paged_attention_advance
+    ),
 }
 
 

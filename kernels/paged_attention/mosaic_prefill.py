@@ -35,7 +35,7 @@ from gdn_jax.kernels.paged_attention.mosaic_strip_copies import (
     store_part,
     store_strip,
 )
-from gdn_jax.kernels.paged_attention.prefill_tiles import WARPGROUPS, PrefillTiles, choose_prefill_tiles
+from gdn_jax.kernels.paged_attention.prefill_tiles import WARPGROUPS, PrefillTiles, choose_prefill_tiles, parts_shape
 from gdn_jax.kernels.paged_attention.strips import (
     BEGIN,
     END,
@@ -167,8 +167,7 @@ def _attend_parts(
 ) -> tuple[Float[Array, "strips head_tiles parts queries D"], Float[Array, "strips head_tiles parts queries"]]:
     """Return each part's result, and the base-2 logarithm of its sum of weights; unset for parts not in use."""
     tiles, width = call.tiles, q.shape[2]
-    head_tiles = tiles.head_tiles * k_pages.shape[2]
-    shape = (strips.shape[0], head_tiles, tiles.parts, WARPGROUPS * TILE_QUERIES)
+    shape = parts_shape(tiles, q.shape[0], block_tables.shape[0], k_pages.shape[2])
 
     def paged_attention_prefill_parts(
         q: Any, k_pages: Any, v_pages: Any, tables: Any, strips: Any, out: Any, weights: Any, **room: Any
@@ -194,7 +193,7 @@ def _attend_parts(
             "out_tiles": plgpu.SMEM((*lead, tiles.columns), jnp.float32, transforms=swizzled(jnp.float32)),
             "weight_tiles": plgpu.SMEM(lead, jnp.float32),
         },
-        grid=(head_tiles, tiles.parts, strips.shape[0]),
+        grid=(shape[1], tiles.parts, strips.shape[0]),
         grid_names=("head_tile", "part", "strip"),
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",

@@ -86,3 +86,9 @@ def choose_prefill_tiles(
         attend_registers=232,
         load_registers=40,
     )
+
+
+def parts_shape(tiles: PrefillTiles, num_tokens: int, rows: int, kv_heads: int) -> tuple[int, int, int, int]:
+    """Return how many results there are where rows are split: of strips, tiles of heads, parts and queries."""
+    strips = num_strips(num_tokens, rows, tiles.strip_tokens)
+    return strips, kv_heads * tiles.head_tiles, tiles.parts, WARPGROUPS * TILE_QUERIES

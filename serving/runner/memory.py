@@ -9,11 +9,14 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+import jax.numpy as jnp
+
 from gdn_jax.config import ModelConfig
+from gdn_jax.kernels.dispatch import Implementation, tensor_cores_multiply
 from gdn_jax.serving.core.errors import StartupError
-from gdn_jax.serving.runner.activations import advance_bytes, prefill_bytes, score_bytes
+from gdn_jax.serving.runner.activations import advance_bytes, mosaic_prefill_bytes, prefill_bytes, score_bytes
 from gdn_jax.serving.runner.adjust import history_bytes_per_lane
-from gdn_jax.serving.runner.buckets import MAX_PREFILL_ROWS
+from gdn_jax.serving.runner.buckets import make_buckets
 from gdn_jax.sizes import kv_bytes_per_token, mtp_kv_bytes_per_token, parameter_count, state_bytes_per_slot
 
 _LOG = logging.getLogger(__name__)
@@ -41,6 +44,7 @@ class MemoryRequest:
         state_share: share of the pools for state slots; 0: by the rule above.
         num_blocks: KV blocks, the null block not counted; 0: what fits.
         num_slots: state slots, the null slot not counted; 0: what fits.
+        implementation: which kernels run.
     """
 
     total_bytes: int
@@ -55,6 +59,7 @@ class MemoryRequest:
     state_share: float = 0.0
     num_blocks: int = 0
     num_slots: int = 0
+    implementation: Implementation = Implementation.JAX
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,10 +220,24 @@ def lane_bytes_per_token(model: ModelConfig, dtype: str) -> int:
 def activation_bytes(model: ModelConfig, request: MemoryRequest) -> int:
     """Return an upper estimate of what the largest step needs beside weights and pools; see `activations.py`."""
     item = _ITEM_BYTES[request.dtype]
-    tokens = -(-request.budget // request.block_size) * request.block_size
-    rows = min(MAX_PREFILL_ROWS, request.max_num_seqs)
+    buckets = make_buckets(
+        budget=request.budget,
+        max_num_seqs=request.max_num_seqs,
+        max_model_len=request.max_model_len or model.context_length,
+        block_size=request.block_size,
+        deterministic=False,
+    )
+    tokens, rows = buckets.prefill[-1]
+    if request.implementation is Implementation.MOSAIC and tensor_cores_multiply(jnp.dtype(request.dtype)):
+        blocks = buckets.table_blocks[-1]
+        prefill = max(
+            mosaic_prefill_bytes(model, item, num_tokens=tokens, num_rows=rows, num_blocks=blocks)
+            for tokens, rows in buckets.prefill
+        )
+    else:
+        prefill = prefill_bytes(model, item, num_tokens=tokens, num_rows=rows)
     return max(
-        prefill_bytes(model, item, num_tokens=tokens, num_rows=rows),
+        prefill,
         score_bytes(model, item, num_tokens=tokens),
         advance_bytes(model, item, num_rows=request.max_num_seqs, window=request.window),
     )

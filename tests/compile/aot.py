@@ -86,7 +86,7 @@ def compile_for_h200(function: Callable, *arguments: Any, donate: Sequence[int] 
     """
     jitted = jax.jit(function, donate_argnums=tuple(donate), static_argnames=tuple(static))
     # Without an abstract device that names the GPU, lowering does not know for which one a kernel is meant.
-    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
     abstract = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
     with jax.sharding.use_abstract_mesh(abstract), _swizzles_checked():
         lowered = jitted.trace(*arguments, **static).lower()

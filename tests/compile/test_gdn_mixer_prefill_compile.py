@@ -1,7 +1,6 @@
 """The mixer in prefill, compiled for an H200: nothing spilled, no pool copied, no part of the projections either."""
 
 from pathlib import Path
-from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +10,10 @@ from flax import nnx
 
 from gdn_jax.config import ModelConfig
 from gdn_jax.gated_delta_net import GatedDeltaNet
-from gdn_jax.kernels import gdn_mixer
 from gdn_jax.kernels.anchors import PrefillRows
 from gdn_jax.kernels.dispatch import Implementation
 from gdn_jax.kernels.gated_delta import DeltaInputs
-from gdn_jax.kernels.gdn_mixer import MixerTokens, MixerWeights, RecurrentState, ReplayWindow, mosaic_prefill
+from gdn_jax.kernels.gdn_mixer import MixerTokens, MixerWeights, RecurrentState, ReplayWindow
 from gdn_jax.kernels.gdn_mixer.mosaic_prefill_inputs import prefill_inputs
 from gdn_jax.kernels.gdn_mixer.tiles import mixer_tiles
 from gdn_jax.state import PrefillBatch
@@ -72,8 +70,7 @@ def test_a_whole_layer_is_two_products_and_four_kernels_with_every_pool_in_place
 
     described = [spec(leaf.shape, leaf.dtype) for leaf in leaves]
     x, raw = spec((num_tokens, config.hidden_size), dtype), spec((*lanes, channels), dtype)
-    with patch.dict(gdn_mixer._PREFILL, {Implementation.MOSAIC: mosaic_prefill.gdn_mixer_prefill}):
-        report = compile_for_h200(run, described, x, rows_of(num_rows), pools, raw, kept, donate=(3,))
+    report = compile_for_h200(run, described, x, rows_of(num_rows), pools, raw, kept, donate=(3,))
     assert names(report) == [f"gdn_prefill_{name}" for name in ("inputs", "chunks", "states", "norm")]
     assert report.spill_bytes == 0
     assert all(kernel.stack_bytes == 0 for kernel in report.kernels)

@@ -4,11 +4,10 @@ import jax.numpy as jnp
 import pytest
 from compile.aot import Report, compile_for_h200, spec
 
-from gdn_jax.kernels import paged_attention
 from gdn_jax.kernels.anchors import AdvanceRows, PrefillRows
 from gdn_jax.kernels.dispatch import Implementation
 from gdn_jax.kernels.numerics import CHUNK
-from gdn_jax.kernels.paged_attention import mosaic_advance, mosaic_prefill, paged_attention_prefill, write_pages
+from gdn_jax.kernels.paged_attention import mosaic_advance, paged_attention_prefill, write_pages
 
 NUM_PAGES, KV_HEADS = 70_000, 4  # 8.5 GiB of keys at width 256, more than 2^32 numbers
 
@@ -41,8 +40,8 @@ def prefill_rows(offset, length, start) -> PrefillRows:
 
 def compile_prefill(*, tokens: int, rows: int, group: int, width: int = 256, dtype: type = jnp.bfloat16) -> Report:
     def attend(q, k_pages, v_pages, block_tables, counts):
-        rows = prefill_rows(*counts)
-        return mosaic_prefill.paged_attention_prefill(q, k_pages, v_pages, block_tables, rows, 1)
+        arrays = q, k_pages, v_pages, block_tables, prefill_rows(*counts)
+        return paged_attention_prefill(*arrays, first_key=1, implementation=Implementation.MOSAIC)
 
     pages, q = pages_of(width, dtype), spec((tokens, KV_HEADS * group, width), dtype)
     return compile_for_h200(attend, q, pages, pages, spec((rows, 256), jnp.int32), [spec((rows,), jnp.int32)] * 3)
@@ -125,10 +124,7 @@ def test_prefill_attention_of_other_widths_and_float16_compiles(width, dtype, gr
     check_prefill(compile_prefill(tokens=2048, rows=1, group=group, width=width, dtype=dtype), split=False)
 
 
-def test_pages_that_a_prefill_writes_and_then_reads_stay_in_place(monkeypatch) -> None:
-    # What the engine calls, once the dispatch leads to the kernel.
-    monkeypatch.setitem(paged_attention._PREFILL, Implementation.MOSAIC, paged_attention._mosaic_prefill)
-
+def test_pages_that_a_prefill_writes_and_then_reads_stay_in_place() -> None:
     def step(k_pages, v_pages, q, new, slots, block_tables, counts):
         k_pages, v_pages = (
             write_pages(pages, values, slots) for pages, values in zip((k_pages, v_pages), new, strict=True)

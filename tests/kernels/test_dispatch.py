@@ -1,6 +1,7 @@
 """The choice of kernels: by name where the device runs them, with the reason; never another one silently."""
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from gdn_jax.kernels.dispatch import (
@@ -9,6 +10,7 @@ from gdn_jax.kernels.dispatch import (
     UnsupportedKernelError,
     choose_kernels,
     choose_kernels_for,
+    on_tensor_cores,
 )
 
 HOPPER = "NVIDIA H200", "9.0"
@@ -60,3 +62,9 @@ def test_mosaic_kernels_are_refused_on_what_is_not_a_hopper_gpu() -> None:
 def test_a_name_that_nobody_knows_is_refused_with_those_that_are_known() -> None:
     with pytest.raises(UnsupportedKernelError, match="auto, reference, jax, mosaic; got 'triton'"):
         choose_kernels_for("triton", *HOPPER)
+
+
+def test_what_tensor_cores_multiply_goes_to_the_kernel_and_float32_to_plain_jax() -> None:
+    call = on_tensor_cores("jax.numpy", "negative", jnp.positive)  # the names of any module will do
+    for dtype, sign in ((jnp.bfloat16, -1), (jnp.float16, -1), (jnp.float32, 1)):
+        assert call(jnp.ones((2,), dtype)).tolist() == [sign, sign]

@@ -114,7 +114,7 @@ def close(got: jax.Array | np.ndarray, want: jax.Array | np.ndarray, tolerance: 
 
 
 def prefill(args: Arguments, implementation: Implementation) -> tuple[jax.Array, RecurrentState]:
-    """Run a mixer: the Mosaic one by itself, since the engine does not take it yet."""
+    """Run a mixer: the Mosaic one by itself, since the dispatch would lead float32 to plain JAX."""
     if implementation == Implementation.MOSAIC:
         return run_mosaic(lambda: mosaic_prefill.gdn_mixer_prefill(*args, eps=EPS, interpret=not ON_GPU))
     return jax.jit(partial(gdn_mixer_prefill, eps=EPS, implementation=implementation))(*args)

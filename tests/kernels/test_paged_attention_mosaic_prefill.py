@@ -10,7 +10,7 @@ from itertools import pairwise
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from mosaic_runs import ON_GPU, run_mosaic
+from mosaic_runs import ON_GPU, run_mosaic, tell_kernels
 from oracles.paged_sequences import Sequences, prefill_rows, queries, sequences, span_of
 from test_paged_attention_mosaic import CLOSE, ROUNDED, USUAL
 
@@ -160,9 +160,7 @@ def test_few_tokens_are_split_into_parts_that_begin_where_those_of_other_spans_d
 
 
 def test_the_dispatch_takes_16_bits_to_tensor_cores_and_float32_to_plain_jax(monkeypatch) -> None:
-    monkeypatch.setitem(paged_attention._PREFILL, Implementation.MOSAIC, paged_attention._mosaic_prefill)
-    interpreted = partial(mosaic_prefill.paged_attention_prefill, interpret=not ON_GPU)
-    monkeypatch.setattr(mosaic_prefill, "paged_attention_prefill", interpreted)
+    tell_kernels(monkeypatch)
     held, rows = hold(((60, 9), (0, 3)))
 
     def call(dtype: type, implementation: Implementation) -> np.ndarray:

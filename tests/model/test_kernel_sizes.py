@@ -33,6 +33,14 @@ def test_more_queries_than_a_program_has_room_for_are_refused_but_in_float32_who
     check_kernel_sizes(config, FLOAT32, window=most + 1)
 
 
+def test_more_taps_than_a_prefill_has_room_for_are_refused_but_in_float32_whose_prefill_is_plain_jax() -> None:
+    config = config_of("qwen3.5-4b")
+    check_kernel_sizes(replace(config, conv_kernel=9), BF16)
+    with pytest.raises(UnsupportedKernelError, match="at most 9 taps for the Mosaic mixer; got 10"):
+        check_kernel_sizes(replace(config, conv_kernel=10), BF16)
+    check_kernel_sizes(replace(config, conv_kernel=10), FLOAT32)
+
+
 def test_other_widths_state_dtypes_and_pages_are_refused() -> None:
     config = config_of("qwen3.5-0.8b")
     with pytest.raises(UnsupportedKernelError, match="must be 64 or 128 for Mosaic kernels; got 96"):

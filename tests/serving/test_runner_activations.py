@@ -4,89 +4,28 @@ Released widths, two layers, no weights: steps are compiled from shapes. float32
 copies of bfloat16 weights. The number of layers must not count, since layers run one after the other.
 """
 
-from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from flax import nnx
+from oracles.abstract_steps import abstract_call, abstract_split, short
 from released_configs import RELEASED
 
 from gdn_jax.config import ModelConfig
-from gdn_jax.joined import join_projections
 from gdn_jax.kernels.dispatch import Implementation
-from gdn_jax.model import LanguageModel
-from gdn_jax.serving.runner.activations import advance_bytes, prefill_bytes, score_bytes
-from gdn_jax.serving.runner.buckets import Buckets
-from gdn_jax.serving.runner.inputs import BlockTables, build_advance, build_prefill, padded_lanes
-from gdn_jax.serving.runner.lanes import LaneSampling
+from gdn_jax.serving.runner.activations import advance_bytes, mosaic_prefill_bytes, prefill_bytes, score_bytes
 from gdn_jax.serving.runner.memory import MemoryRequest, activation_bytes
-from gdn_jax.serving.runner.packed import pack_inputs
-from gdn_jax.serving.runner.pools import PoolSizes, make_device_state
 from gdn_jax.serving.runner.prompt_scores import score_prompts
-from gdn_jax.serving.runner.sampling import Demand
-from gdn_jax.serving.runner.steps import StepStatic, advance_step, prefill_step
 
-LANES, WIDTH = 64, 256
 FLOAT32 = 4
 DENSE, MOE, LARGE = "qwen3.5-0.8b", "qwen3.5-35b-a3b", "qwen3.5-27b"
 
 
-def short(name: str, *, vocab_size: int = 0, periods: int = 1, window: int = 1) -> ModelConfig:
-    """A released model of few layers; a small vocabulary leaves the layers as what counts. With drafts, a head."""
-    config = ModelConfig.from_dict(RELEASED[name])
-    return replace(
-        config,
-        num_layers=2 * periods,
-        layer_types=("linear_attention", "full_attention") * periods,
-        is_moe_layer=config.is_moe_layer[: 2 * periods],
-        num_mtp_layers=int(window > 1),
-        vocab_size=vocab_size or config.vocab_size,
-    )
-
-
-def assigned(config: ModelConfig, *, num_tokens: int = 0, num_rows: int, window: int = 1) -> int:
-    """Return the bytes that XLA assigns beside arguments, the pools among them; an advance without `num_tokens`."""
-    static, params = abstract_split(config)
-    pools: dict[str, Any] = {"num_slots": 9, "num_blocks": 9, "num_lanes": LANES, "window": window}
-    sizes = PoolSizes(block_size=64, max_blocks=WIDTH, state_dtype="float32", **pools)
-    state = make_device_state(config, sizes, dtype=jnp.dtype("float32"))
-    shape = Buckets(prefill=((num_tokens, num_rows),), advance_rows=(num_rows,), table_blocks=(WIDTH,))
-    tables, nobody = BlockTables(LANES, WIDTH), np.zeros((num_rows,), np.bool_)
-    nothing = LaneSampling(LANES).gather(padded_lanes([], num_rows, LANES), nobody)
-    sampling = replace(nothing, demand=Demand.ANYTHING)
-    if num_tokens:
-        step, batch = prefill_step, build_prefill([], tables, shape, 64)
-    else:
-        step, batch = advance_step, build_advance([], tables, shape, window=window)
-    # Leaves alone, as lowering puts descriptions in an argument's place, and those fail the check of annotations.
-    leaves, structure = jax.tree.flatten((tuple(params), state, pack_inputs(batch, sampling)))
-    first = len(params)
-    of_state = range(first, first + len(jax.tree.leaves(state)))
-
-    def run(*leaves: Any) -> Any:
-        *words, after = step(static, *jax.tree.unflatten(structure, leaves))
-        return words, jax.tree.leaves(after)
-
-    needed = jax.jit(run, donate_argnums=tuple(of_state)).lower(*leaves).compile().memory_analysis()
+def assigned(config: ModelConfig, **sizes: int) -> int:
+    """Return the bytes that XLA assigns beside arguments, the pools among them."""
+    needed = abstract_call(config, **sizes).lowered.compile().memory_analysis()
     return needed.temp_size_in_bytes + needed.output_size_in_bytes - needed.alias_size_in_bytes
-
-
-def abstract_split(config: ModelConfig) -> tuple[StepStatic, list[Any]]:
-    """Return what a step of a model without weights is compiled for, and the shapes of its parameters."""
-
-    def joined() -> LanguageModel:
-        rngs = nnx.Rngs(0)
-        model = LanguageModel(config, dtype=jnp.dtype("float32"), implementation=Implementation.JAX, rngs=rngs)
-        join_projections(model)
-        return model
-
-    graph, shapes = nnx.split(nnx.eval_shape(joined))
-    params, tree = jax.tree.flatten(shapes)
-    valid = config.vocab_size - 200  # as in the releases, whose last ids have no text
-    return StepStatic(graph=graph, tree=tree, num_valid_tokens=valid, num_top=20), params
 
 
 @pytest.mark.parametrize(
@@ -145,3 +84,17 @@ def test_the_plan_counts_the_largest_of_all_calls() -> None:
     assert activation_bytes(config, neither) == score_bytes(config, FLOAT32, num_tokens=64)
     many_rows = MemoryRequest(budget=64, max_num_seqs=256, **asked)
     assert activation_bytes(config, many_rows) == advance_bytes(config, FLOAT32, num_rows=256, window=1)
+
+
+def test_the_plan_counts_few_tokens_too_where_mosaic_kernels_split_their_attention() -> None:
+    config = ModelConfig.from_dict(RELEASED[DENSE])
+    asked: dict[str, Any] = {"total_bytes": 1, "pool_bytes": 0, "state_dtype": "float32", "block_size": 64, "window": 1}
+    asked |= {"budget": 2048, "max_num_seqs": 8, "implementation": Implementation.MOSAIC}
+    sizes = {"num_rows": 8, "num_blocks": 4096}
+    widest = MemoryRequest(dtype="bfloat16", max_model_len=4096 * 64, **asked)
+    few, many = (mosaic_prefill_bytes(config, 2, num_tokens=tokens, **sizes) for tokens in (512, 2048))
+    assert activation_bytes(config, widest) == few > many
+    narrow = MemoryRequest(dtype="bfloat16", max_model_len=256, **asked)
+    assert activation_bytes(config, narrow) < few
+    wide = MemoryRequest(dtype="float32", max_model_len=4096 * 64, **asked)  # in plain JAX
+    assert activation_bytes(config, wide) == prefill_bytes(config, FLOAT32, num_tokens=2048, num_rows=8)

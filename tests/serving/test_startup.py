@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from gdn_jax.config import ModelConfig
 from gdn_jax.errors import ConfigError, WeightsError
-from gdn_jax.kernels.dispatch import UnsupportedKernelError
+from gdn_jax.kernels.dispatch import Implementation, UnsupportedKernelError
 from gdn_jax.serving import startup
 from gdn_jax.serving.config import EngineConfig
 from gdn_jax.serving.core.errors import StartupError
@@ -183,8 +183,8 @@ def _no_type_checker() -> Any:
 def test_the_share_of_an_accelerators_memory_is_said_with_what_it_is_of(caplog: pytest.LogCaptureFixture) -> None:
     config = EngineConfig(model=str(TINY), gpu_memory_utilization=0.5)
     with caplog.at_level(logging.INFO, "gdn_jax"):
-        request = startup.memory_request(config, MODEL, device("gpu", 100 * GIB))
-    assert request.total_bytes == 50 * GIB
+        request = startup.memory_request(config, MODEL, device("gpu", 100 * GIB), Implementation.MOSAIC)
+    assert (request.total_bytes, request.implementation) == (50 * GIB, Implementation.MOSAIC)
     assert "50.00 GiB to use, gpu_memory_utilization (0.5) of the 100.00 GiB" in caplog.text
 
 
@@ -192,6 +192,7 @@ def test_the_share_of_an_accelerators_memory_is_said_with_what_it_is_of(caplog: 
 def test_an_accelerator_that_does_not_say_its_memory_needs_a_pool_size() -> None:
     silent = device("gpu", None)
     with pytest.raises(StartupError, match="set pool_memory_gib"):
-        startup.memory_request(EngineConfig(model=str(TINY)), MODEL, silent)
-    request = startup.memory_request(EngineConfig(model=str(TINY), pool_memory_gib=2), MODEL, silent)
+        startup.memory_request(EngineConfig(model=str(TINY)), MODEL, silent, Implementation.JAX)
+    config = EngineConfig(model=str(TINY), pool_memory_gib=2)
+    request = startup.memory_request(config, MODEL, silent, Implementation.JAX)
     assert (request.total_bytes, request.pool_bytes) == (0, 2 * GIB)
