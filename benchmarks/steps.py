@@ -1,4 +1,4 @@
-"""Time whole steps of a model with random weights: decode over a batch, and prefill of one prompt.
+"""Time whole steps of a model with random weights: decode over a batch, prefill of a prompt and of the end of one.
 
     python -m benchmarks.steps
     python -m benchmarks.steps --model configs/models/qwen3.5-9b --batches 1 --profile runs/profile
@@ -57,6 +57,8 @@ class Options:
         batches: rows of the timed decode steps.
         context: tokens before the one that a decode step runs.
         prompts: lengths of the timed prefills.
+        hits: new tokens of timed prefills whose first `cached` tokens are there already.
+        cached: those tokens, a multiple of 64.
         kernels: implementation of the kernels.
         dtype: of weights and activations.
         steps: decode steps of one timing.
@@ -68,6 +70,8 @@ class Options:
     batches: tuple[int, ...] = (1, 32, 64)
     context: int = 1024
     prompts: tuple[int, ...] = (1024, 8192)
+    hits: tuple[int, ...] = (32,)
+    cached: int = 8192
     kernels: Literal["mosaic", "jax"] = "mosaic"
     dtype: str = "bfloat16"
     steps: int = 50
@@ -134,22 +138,25 @@ def decode_step(model: Model, batch: int, context: int) -> tuple[Step, DeviceSta
     return partial(_advance, model, jax.device_put(pack_inputs(inputs, _greedy(batch)))), state
 
 
-def prefill_of(model: Model, num_tokens: int) -> tuple[Step, DeviceState]:
-    """Return a step that runs a whole prompt and exports states as mode "all" does, and the state it starts from."""
-    boundaries = np.arange(1, num_tokens // CHUNK + 1) * CHUNK
+def prefill_of(model: Model, num_tokens: int, cached: int = 0) -> tuple[Step, DeviceState]:
+    """Return a step that runs a prompt after what is cached of it, and the state it starts from.
+
+    States are exported as mode "all" does; the call has the engine's padding.
+    """
+    boundaries = cached + np.arange(1, num_tokens // CHUNK + 1) * CHUNK
     is_export = boundaries % _STATE_INTERVAL == 0
     exports = np.where(is_export, 1 + np.cumsum(is_export), NULL_SLOT).astype(np.int32)
-    state, tables = model.sequences(1, num_tokens, int(is_export.sum()))
+    state, tables = model.sequences(1, cached + num_tokens, int(is_export.sum()))
     one = np.ones((1,), np.int32)
     rows = PrefillRows(
         offset=0 * one,
         length=num_tokens * one,
-        start=0 * one,
-        read_slot=NULL_SLOT * one,
+        start=cached * one,
+        read_slot=one if cached else NULL_SLOT * one,
         write_slot=one,
         export_slot=exports[None],
     )
-    ids = np.arange(num_tokens, dtype=np.int32) % model.config.vocab_size
+    ids = np.arange(-(-num_tokens // CHUNK) * CHUNK, dtype=np.int32) % model.config.vocab_size
     inputs = PrefillBatch(token_ids=ids, rows=rows, block_tables=tables)
     return partial(
         _prefill, model, jax.device_put(pack_inputs(inputs, replace(_greedy(1), demand=Demand.ANYTHING)))
@@ -244,9 +251,10 @@ def main() -> None:
         step, state = decode_step(model, batch, options.context)
         _extend(rows, benchmark(case, step, state, options, num_steps=options.steps), options)
         del step, state
-    for num_tokens in options.prompts:
-        step, state = prefill_of(model, num_tokens)
-        case = f"{model.name}/prefill/{num_tokens}"
+    hits = [(num_tokens, options.cached) for num_tokens in options.hits]
+    for num_tokens, cached in (*((num_tokens, 0) for num_tokens in options.prompts), *hits):
+        step, state = prefill_of(model, num_tokens, cached)
+        case = f"{model.name}/prefill/{num_tokens}" + (f"on{cached}" if cached else "")
         _extend(rows, benchmark(case, step, state, options, num_steps=max(1, options.steps // 10)), options)
         del step, state
 

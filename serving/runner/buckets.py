@@ -1,17 +1,17 @@
 """Padded sizes that steps are compiled for: few, so that start-up can compile them all.
 
 Each size costs a compilation, seconds of every first start; each size that is missing costs padding in every step
-that would have used it. With 16 requests, 2,048 prefill tokens and 262,144 tokens of context there are 16 steps: two
+that would have used it. With 16 requests, 2,048 prefill tokens and 262,144 tokens of context there are 20 steps: two
 widths of block tables times
 
-    prefill   64 x 1   512 x 1   2048 x 1   512 x 8   2048 x 8   (packed tokens x rows)
-    advance   1   4   16                                         (rows; 64 requests have one size more)
+    prefill   64 x 1   512 x 1   1024 x 1   2048 x 1   512 x 8   1024 x 8   2048 x 8   (packed tokens x rows)
+    advance   1   4   16                                                 (rows; 64 requests have one size more)
 
-What that wastes. Between two sizes of tokens up to seven eighths of a call are padding, and of rows three quarters:
-less time than that, as a call of 512 tokens takes little longer than reading the weights once. Eight rows have 14 more
-chunks in the delta rule than one, whatever their tokens, so one row alone has calls of its own; a few tokens in several
-rows run as 512. A wide block table costs its transfer (4 bytes per block and row), since attention passes over what
-lies past a row's end: so widths grow by 16, from 256 blocks, which hold 16,384 tokens.
+What that wastes. A call of 512 tokens takes little longer than reading the weights once, so up to there seven eighths
+of it may be padding; above, where time goes with tokens, at most half is. Of rows up to three quarters are padding.
+Eight rows have 14 more chunks in the delta rule than one, whatever their tokens, so one row alone has calls of its own;
+a few tokens in several rows run as 512. A wide block table costs its transfer (4 bytes per block and row), since
+attention passes over what lies past a row's end: so widths grow by 16, from 256 blocks, which hold 16,384 tokens.
 """
 
 from bisect import bisect_left
@@ -104,7 +104,7 @@ def make_buckets(
     rows = min(MAX_PREFILL_ROWS, max_num_seqs)
     if deterministic:
         return Buckets(prefill=((tokens, rows),), advance_rows=(max_num_seqs,), table_blocks=(blocks,))
-    sizes = ladder(block_size, tokens, 8)
+    sizes = _prefill_sizes(block_size, tokens)
     alone = {(size, 1) for size in sizes}
     together = {(size, rows) for size in (*sizes[1:], sizes[-1])}
     return Buckets(
@@ -112,3 +112,9 @@ def make_buckets(
         advance_rows=ladder(1, max_num_seqs, 4),
         table_blocks=ladder(_NARROW_BLOCKS, blocks, 16),
     )
+
+
+def _prefill_sizes(block_size: int, tokens: int) -> tuple[int, ...]:
+    """Return packed tokens: few sizes while reading weights takes the time, twice as many from size to size above."""
+    few = 8 * block_size
+    return ladder(block_size, tokens, 8) if tokens < 2 * few else (block_size, *ladder(few, tokens, 2))

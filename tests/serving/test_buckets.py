@@ -56,6 +56,7 @@ def test_a_prefill_call_is_the_smallest_that_holds_its_rows(num_tokens: int, num
     holding = [size for size in buckets.prefill if size[0] >= num_tokens and size[1] >= num_rows]
     assert (tokens, rows) == min(holding)
     assert tokens <= max(64, 8 * num_tokens) or num_rows > 1
+    assert tokens <= max(512, 2 * num_tokens), "time goes with tokens from there on"
 
 
 def test_nothing_fits_beyond_the_largest_call() -> None:
@@ -75,7 +76,7 @@ def test_a_deterministic_engine_has_one_size_of_each_kind() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(RELEASED))
-def test_start_up_compiles_sixteen_steps_for_a_released_model_with_all_of_its_context(name: str) -> None:
+def test_start_up_compiles_twenty_steps_for_a_released_model_with_all_of_its_context(name: str) -> None:
     """A bound on every first start: each step takes seconds to compile."""
     length = ModelConfig.from_dict(RELEASED[name]).context_length
     defaults = EngineConfig(model=name)
@@ -91,12 +92,12 @@ def test_start_up_compiles_sixteen_steps_for_a_released_model_with_all_of_its_co
         )
         for seqs in (defaults.max_num_seqs, 64)
     }
-    assert sizes == {16: 16, 64: 18}
+    assert sizes == {16: 20, 64: 22}
 
 
 def test_a_model_of_short_context_compiles_half_of_that() -> None:
     buckets = make_buckets(budget=2048, max_num_seqs=16, max_model_len=8192, block_size=64, deterministic=False)
-    assert num_steps(buckets) == 8
+    assert num_steps(buckets) == 10
 
 
 def test_shapes_are_buckets_of_one_size_and_every_size_is_among_them() -> None:
