@@ -81,7 +81,7 @@ class Channels:
         loaded: a barrier for those of a tile that begins with a token.
         loaded_apart: one for those of any other.
         out: the heads' results on the grid axis, by group `[groups, length, heads, width]`.
-        finish: what is done with convolved tokens, in registers.
+        finish: what is done with convolved tokens, in registers; keeps their dtype.
     """
 
     groups: Groups
@@ -166,7 +166,7 @@ class Channels:
             reached = [*reached, load_inputs(which)][-num_taps:]
             mixed = silu(weighted_sum(reached, taps)).astype(self.out.dtype)
             # Rounded here as one, lest the compiler round number by number what it widens again.
-            self.out[there, which, member] = self.finish(lax.optimization_barrier(mixed)).astype(self.out.dtype)
+            self.out[there, which, member] = self.finish(lax.optimization_barrier(mixed))
 
     def _clear(self, tile: Tile) -> None:
         """Store zeros where no token stands."""
