@@ -172,10 +172,10 @@ class Channels:
         """Store zeros where no token stands."""
         layout = self.windows.layout
 
-        def clear(place: Array, nothing: None) -> None:
+        def clear(index: Array, nothing: None) -> None:
+            place = jnp.where(index < tile.first, index, index - tile.first + tile.end)
             zeros = jnp.zeros(layout.shape, self.out.dtype)
             self.out[self.groups.at(tile.there + place)] = plgpu.layout_cast(zeros, layout.matrix)
             return nothing
 
-        lax.fori_loop(0, tile.first, clear, None)
-        lax.fori_loop(tile.end, tile.size, clear, None)
+        lax.fori_loop(0, tile.first + tile.size - tile.end, clear, None)

@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from gdn_jax.kernels.anchors import PrefillRows
+from gdn_jax.kernels.anchors import NULL_SLOT, PrefillRows
 from gdn_jax.kernels.gdn_mixer.chunk_grid import NOBODY, num_places, row_of_chunks
 from gdn_jax.kernels.gdn_mixer.inputs import MixerTokens, MixerWeights
 from gdn_jax.kernels.gdn_mixer.mosaic_arithmetic import normalized
@@ -146,12 +146,13 @@ def _make_body(tiles: MixerTiles, groups: Groups, key_parts: int) -> Callable[..
 
             def run(number: Array, nothing: None) -> None:
                 channels.run(row, row.tile(number))
-                windows.export(row, row.tile(number), rows["export_slot"])
                 return nothing
 
             own = row.own_tile(tile)
-            lax.fori_loop(*row.tiles_of_program(own, windows.reach), run, None)
-            pl.when(own == row.entry)(lambda: windows.put_into_slot(row, row.length, row.write_slot))
+            numbers = row.tiles_of_program(own, windows.reach)
+            lax.fori_loop(*numbers, run, None)
+            final = jnp.where(own == row.entry, row.write_slot, NULL_SLOT)
+            windows.put_into_slots(row, numbers, final, rows["export_slot"])
 
         def run_tile_gates(row: Row) -> None:
             own = row.own_tile(tile)
