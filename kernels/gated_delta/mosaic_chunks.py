@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, Int
 from gdn_jax.kernels.gated_delta.chunk import DECAY_GRID, LEAST_DECAY
 from gdn_jax.kernels.gated_delta.chunk_slots import END, FIRST, TOKEN
 from gdn_jax.kernels.gated_delta.mosaic_cuts import ROWS, is_cut
+from gdn_jax.kernels.gated_delta.mosaic_heads import FirstHeads
 from gdn_jax.kernels.gated_delta.mosaic_substitution import (
     PADDED,
     PAIR,
@@ -44,11 +45,13 @@ _ROW = plgpu.Layout.WGMMA.reduce(0)
 
 
 def chunk_factors(
-    q: Float[Array, "T Nk dk"],
-    k: Float[Array, "T Nk dk"],
+    q: Float[Array, "T heads_q dk"],
+    k: Float[Array, "T heads_k dk"],
     cuts: dict[str, Float[Array, "cuts places heads width"]],
     gates: dict[str, Float[Array, "chunks places Nv"]],
     slots: Int[Array, "chunks 3"],
+    *,
+    first_heads: FirstHeads,
 ) -> dict[str, Float[Array, "chunks Nv ..."]]:
     """Compute what each chunk contributes.
 
@@ -58,20 +61,21 @@ def chunk_factors(
         cuts: the same of cut chunks.
         gates: g and beta by chunk.
         slots: where chunks stand.
+        first_heads: which heads of their arrays are those of q and k.
 
     Returns:
         `inverses` T^T and `scores` P^T `[chunks, Nv, places, places]` in the dtype of k, and float32 `gates`
         `[chunks, Nv, 3, places]`, of IN, OUT and BETA; anything for chunks that are not in use.
     """
     num_chunks, _, num_heads = gates["g"].shape
-    num_key, width = k.shape[1:]
+    num_key, width = first_heads.num_key, k.shape[2]
     group = num_heads // num_key
     pairs = -(-group // PAIR)
     matrix = jax.ShapeDtypeStruct((num_chunks, num_heads, *_SHAPE), k.dtype)
     keys = plgpu.SMEM((CHUNK, width), k.dtype, transforms=swizzled(k.dtype))
     padded = plgpu.SMEM((PAIR, CHUNK, PADDED), jnp.float32, transforms=row_by_row(SLICE))
     inverses, scores, by_place = plgpu.kernel(
-        _make_body(group, pairs),
+        _make_body(group, pairs, first_heads),
         kernel_name="gdn_prefill_chunks",
         out_type=(matrix, matrix, jax.ShapeDtypeStruct((num_chunks, num_heads, 3, CHUNK), jnp.float32)),
         scratch_types={
@@ -87,7 +91,7 @@ def chunk_factors(
     return {"inverses": inverses, "scores": scores, "gates": by_place}
 
 
-def _make_body(group: int, pairs: int) -> Callable[..., None]:
+def _make_body(group: int, pairs: int, first_heads: FirstHeads) -> Callable[..., None]:
     """Return the program for `group` value heads per key head, `pairs` programs of them."""
 
     def gdn_prefill_chunks_body(
@@ -131,13 +135,13 @@ def _make_body(group: int, pairs: int) -> Callable[..., None]:
 
             @pl.when(~cut)
             def _() -> None:
-                plgpu.copy_gmem_to_smem(k.at[there, key_head], keys, loaded)
-                plgpu.copy_gmem_to_smem(q.at[there, key_head], queries, loaded)
+                plgpu.copy_gmem_to_smem(k.at[there, first_heads.k + key_head], keys, loaded)
+                plgpu.copy_gmem_to_smem(q.at[there, first_heads.q + key_head], queries, loaded)
 
             @pl.when(cut)
             def _() -> None:
-                plgpu.copy_gmem_to_smem(k_cut.at[chunk, :, key_head], keys, loaded)
-                plgpu.copy_gmem_to_smem(q_cut.at[chunk, :, key_head], queries, loaded)
+                plgpu.copy_gmem_to_smem(k_cut.at[chunk, :, first_heads.k + key_head], keys, loaded)
+                plgpu.copy_gmem_to_smem(q_cut.at[chunk, :, first_heads.q + key_head], queries, loaded)
 
             members = range(PAIR)
             strengths, decays = ([gate(name, member) for member in members] for name in ("beta", "g"))

@@ -16,6 +16,7 @@ from gdn_jax.kernels.gated_delta.chunk_slots import chunk_slots, gates_by_chunk
 from gdn_jax.kernels.gated_delta.inputs import DeltaInputs
 from gdn_jax.kernels.gated_delta.mosaic_chunks import chunk_factors
 from gdn_jax.kernels.gated_delta.mosaic_cuts import lay_out_cuts
+from gdn_jax.kernels.gated_delta.mosaic_heads import FirstHeads
 from gdn_jax.kernels.gated_delta.mosaic_states import run_rows
 from gdn_jax.kernels.gated_delta.tiles import PrefillTiles, check_operands, check_prefill, prefill_tiles
 from gdn_jax.kernels.numerics import CHUNK
@@ -53,32 +54,37 @@ def gdn_prefill(
     gates = gates_by_chunk(slots, inputs)
     k, v = inputs.k, inputs.v
     cuts = lay_out_cuts(q, k, v, slots)
-    factors = chunk_factors(q, k, cuts, gates, slots)
+    first_heads = FirstHeads(num_key=num_key)
+    factors = chunk_factors(q, k, cuts, gates, slots, first_heads=first_heads)
     tiles = tiles or prefill_tiles()
     tokens = {"q": q, "k": k, "v": v}
-    return run_rows(tokens, cuts, factors, rows, pool, tiles=tiles, interpret=interpret)
+    return run_rows(tokens, cuts, factors, rows, pool, first_heads=first_heads, tiles=tiles, interpret=interpret)
 
 
 def gdn_prefill_on_grid(
-    tokens: dict[str, Float[Array, "T heads width"]],
+    tokens: Float[Array, "T heads width"],
     gates: dict[str, Float[Array, "chunks places Nv"]],
     rows: PrefillRows,
     pool: Float[Array, "slots Nv dv dk"],
     *,
+    num_key: int,
     tiles: PrefillTiles | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "T Nv dv"], Float[Array, "slots Nv dv dk"]]:
     """Run rows of whole chunks, for a caller who lays tokens out so: no chunk is cut, and none is copied.
 
     Args:
-        tokens: `q`, `k` and `v`, as for `gdn_prefill`.
+        tokens: heads of q, of k and of v side by side, all of one width, for the rest as for `gdn_prefill`.
         gates: `g` and `beta` by chunk, as `chunk_slots` numbers them.
         rows: as for `gdn_prefill`; `offset`, `start` and `length` are multiples of CHUNK.
         pool: as for `gdn_prefill`.
+        num_key: key heads.
         tiles: as for `gdn_prefill`.
         interpret: as for `gdn_prefill`.
     """
-    slots = chunk_slots(rows, tokens["q"].shape[0])
-    cuts = {name: x.reshape(-1, CHUNK, *x.shape[1:]) for name, x in tokens.items()}  # in whose place none is read
-    factors = chunk_factors(tokens["q"], tokens["k"], cuts, gates, slots)
-    return run_rows(tokens, cuts, factors, rows, pool, tiles=tiles or prefill_tiles(), interpret=interpret)
+    slots, tiles = chunk_slots(rows, tokens.shape[0]), tiles or prefill_tiles()
+    whole = {"q": tokens, "k": tokens, "v": tokens}
+    cuts = {name: x.reshape(-1, CHUNK, *x.shape[1:]) for name, x in whole.items()}  # in whose place none is read
+    first_heads = FirstHeads.side_by_side(num_key)
+    factors = chunk_factors(tokens, tokens, cuts, gates, slots, first_heads=first_heads)
+    return run_rows(whole, cuts, factors, rows, pool, first_heads=first_heads, tiles=tiles, interpret=interpret)

@@ -20,6 +20,7 @@ from jaxtyping import Array, Float
 from gdn_jax.kernels.anchors import NULL_SLOT, PrefillRows
 from gdn_jax.kernels.gated_delta.mosaic_chain import TOKENS, Columns, Outputs, Ring, Span, run_chunks, span_of
 from gdn_jax.kernels.gated_delta.mosaic_cuts import ROWS, is_cut
+from gdn_jax.kernels.gated_delta.mosaic_heads import FirstHeads
 from gdn_jax.kernels.gated_delta.tiles import COLUMNS, PrefillTiles
 from gdn_jax.kernels.mosaic import swizzled
 from gdn_jax.kernels.mosaic_blanks import fill_gaps
@@ -35,6 +36,7 @@ def run_rows(
     rows: PrefillRows,
     pool: Float[Array, "slots Nv dv dk"],
     *,
+    first_heads: FirstHeads,
     tiles: PrefillTiles,
     interpret: bool,
 ) -> tuple[Float[Array, "T Nv dv"], Float[Array, "slots Nv dv dk"]]:
@@ -46,20 +48,20 @@ def run_rows(
         factors: `inverses`, `scores` and `gates` of all chunks.
         rows: the packing, the anchors and the exports.
         pool: recurrent states; updated in place where the caller's jit donates it.
+        first_heads: which heads of their arrays are those of `q`, `k` and `v`.
         tiles: how the work is cut up.
         interpret: whether this is traced for the interpreter.
 
     Returns:
         Outputs, zeros for tokens that no row owns; the pool.
     """
-    num_key, key_dim = tokens["k"].shape[1:]
-    num_tokens, num_heads, value_dim = tokens["v"].shape
+    num_tokens, (num_heads, value_dim, key_dim) = tokens["v"].shape[0], pool.shape[1:]
     columns, stages, dtype = COLUMNS * tiles.warpgroups, tiles.stages, tokens["v"].dtype
     matrix = plgpu.SMEM((stages, CHUNK, CHUNK), dtype, transforms=swizzled(dtype))
     keys = plgpu.SMEM((stages, CHUNK, key_dim), dtype, transforms=swizzled(dtype))
     states = jax.new_ref(pool)
     out = plgpu.kernel(
-        _make_body(num_heads // num_key, tiles, interpret=interpret),
+        _make_body(num_heads // first_heads.num_key, first_heads, tiles, interpret=interpret),
         kernel_name="gdn_prefill_states",
         out_type=jax.ShapeDtypeStruct((num_tokens, num_heads, value_dim), dtype),
         scratch_types={
@@ -85,7 +87,7 @@ def run_rows(
     return out, jax.freeze(states)
 
 
-def _make_body(group: int, tiles: PrefillTiles, *, interpret: bool) -> Any:
+def _make_body(group: int, first_heads: FirstHeads, tiles: PrefillTiles, *, interpret: bool) -> Any:
     """Return the program for `group` value heads per key head."""
 
     def gdn_prefill_states_body(
@@ -122,7 +124,9 @@ def _make_body(group: int, tiles: PrefillTiles, *, interpret: bool) -> Any:
                 def _() -> None:
                     if tiles.warpgroups > 1:  # else each thread may have 255 registers
                         plgpu.set_max_registers(tiles.load_registers, action="decrease")
-                    _load_chunks(tokens, cuts, factors, span, ring, (lax.div(head, jnp.int32(group)), head, part))
+                    key_head = lax.div(head, jnp.int32(group))
+                    heads = {"k": first_heads.k + key_head, "v": first_heads.v + head, "q": first_heads.q + key_head}
+                    _load_chunks(tokens, cuts, factors, span, ring, (heads, head, part))
 
                 @pl.when(~loads)
                 def _() -> None:
@@ -141,16 +145,12 @@ def _load_chunks(
     factors: dict[str, Any],
     span: Span,
     ring: Ring,
-    place: tuple[Array, Array, Array],
+    place: tuple[dict[str, Array], Array, Array],
 ) -> None:
     """Copy a row's chunks into the ring, each as soon as there is room."""
-    key_head, head, part = place
+    heads, head, part = place
     key_dim, width = ring.stage["k"].shape[2], ring.stage["v"].shape[2]
-    heads = {
-        "k": (key_head, pl.ds(0, key_dim)),
-        "v": (head, pl.ds(part * width, width)),
-        "q": (key_head, pl.ds(0, key_dim)),
-    }
+    columns = {"k": pl.ds(0, key_dim), "v": pl.ds(part * width, width), "q": pl.ds(0, key_dim)}
 
     def load(index: Array, nothing: None) -> None:
         stage = ring.at(index)
@@ -165,13 +165,13 @@ def _load_chunks(
         @pl.when(~cut)
         def _() -> None:
             there = pl.ds(pl.multiple_of(token, ROWS), CHUNK)
-            for name, (of_head, columns) in heads.items():
-                copy(name, tokens[name].at[there, of_head, columns])
+            for name, of_head in heads.items():
+                copy(name, tokens[name].at[there, of_head, columns[name]])
 
         @pl.when(cut)
         def _() -> None:
-            for name, (of_head, columns) in heads.items():
-                copy(name, cuts[name].at[number, :, of_head, columns])
+            for name, of_head in heads.items():
+                copy(name, cuts[name].at[number, :, of_head, columns[name]])
 
         for name, factor in factors.items():
             copy(name, factor.at[number, head])

@@ -28,7 +28,7 @@ def silu(x: Float[Array, "..."]) -> Float[Array, "..."]:
     return x * (root * root)
 
 
-def normalized(x: Float[Array, "heads width"], scale: float) -> Float[Array, "heads width"]:
+def normalized(x: Float[Array, "heads width"], scale: float | Float[Array, ""]) -> Float[Array, "heads width"]:
     """Return x / sqrt(sum(x^2) + 1e-6) * scale in float32."""
     x = x.astype(jnp.float32)
     return x * over_columns(lax.rsqrt(jnp.sum(x * x, axis=1) + L2_EPS), x.shape) * scale

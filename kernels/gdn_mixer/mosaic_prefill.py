@@ -56,9 +56,9 @@ def gdn_mixer_prefill(
     check_taps(weights.taps.shape[0])
     tiles = tiles or mixer_tiles(num_tokens, num_key, num_value)
     laid, conv = prefill_inputs(tokens, weights, rows, state.conv, num_key=num_key, tiles=tiles)
-    gates = {name: laid.pop(name) for name in ("g", "beta")}
+    on_grid, pool = laid.pop("tokens"), state.recurrent
     out, recurrent = gdn_prefill_on_grid(
-        laid, gates, rows_on_grid(rows), state.recurrent, tiles=delta_tiles, interpret=interpret
+        on_grid, laid, rows_on_grid(rows), pool, num_key=num_key, tiles=delta_tiles, interpret=interpret
     )
     mixed = norm_from_grid(out, tokens, place_of_tokens(rows, num_tokens), weights.norm, eps=eps)
     return mixed, RecurrentState(recurrent=recurrent, conv=conv, replay=state.replay)

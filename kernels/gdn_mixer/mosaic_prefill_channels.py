@@ -82,7 +82,7 @@ class Channels:
         loaded: a barrier for those of a tile that begins with a token.
         loaded_apart: one for those of any other.
         out: the heads' results on the grid axis, by group `[groups, length, heads, width]`.
-        finish: what is done with convolved tokens, in registers.
+        finish: what is done with convolved tokens, in registers; keeps their dtype.
     """
 
     groups: Groups
@@ -167,16 +167,16 @@ class Channels:
             reached = [*reached, load_inputs(which)][-num_taps:]
             mixed = silu(weighted_sum(reached, taps)).astype(self.out.dtype)
             # Rounded here as one, lest the compiler round number by number what it widens again.
-            self.out[there, which, member] = self.finish(lax.optimization_barrier(mixed)).astype(self.out.dtype)
+            self.out[there, which, member] = self.finish(lax.optimization_barrier(mixed))
 
     def _clear(self, tile: Tile) -> None:
         """Store zeros where no token stands."""
         layout = self.windows.layout
 
-        def clear(place: Array, nothing: None) -> None:
+        def clear(index: Array, nothing: None) -> None:
+            place = jnp.where(index < tile.first, index, index - tile.first + tile.end)
             zeros = jnp.zeros(layout.shape, self.out.dtype)
             self.out[self.groups.at(tile.there + place)] = plgpu.layout_cast(zeros, layout.matrix)
             return nothing
 
-        lax.fori_loop(0, tile.first, clear, None)
-        lax.fori_loop(tile.end, tile.size, clear, None)
+        lax.fori_loop(0, tile.first + tile.size - tile.end, clear, None)

@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from gdn_jax.kernels.anchors import PrefillRows
+from gdn_jax.kernels.anchors import NULL_SLOT, PrefillRows
 from gdn_jax.kernels.gdn_mixer.chunk_grid import NOBODY, num_places, row_of_chunks
 from gdn_jax.kernels.gdn_mixer.inputs import MixerTokens, MixerWeights
 from gdn_jax.kernels.gdn_mixer.mosaic_arithmetic import normalized
@@ -34,7 +34,7 @@ from gdn_jax.kernels.gdn_mixer.tiles import MixerTiles
 from gdn_jax.kernels.mosaic import HeadsOverWarps
 from gdn_jax.kernels.numerics import CHUNK
 
-Laid = dict[str, Float[Array, "..."]]  # q, k and v [places, heads, width]; g and beta [chunks, CHUNK, Nv]
+Laid = dict[str, Float[Array, "..."]]  # tokens [places, heads, width]; g and beta [chunks, CHUNK, Nv]
 
 
 def prefill_inputs(
@@ -57,36 +57,34 @@ def prefill_inputs(
         tiles: how the work is cut up.
 
     Returns:
-        `q`, `k` and `v` on the grid axis, zeros where no token stands, anything in chunks that no row uses; `g` and
-        `beta` of the same tokens, by chunk as `chunk_slots` numbers the chunks of rows on the grid axis; the windows.
+        `tokens` on the grid axis, heads of q, of k and of v side by side, zeros where no token stands, anything in
+        chunks that no row uses; `g` and `beta` of the same tokens, by chunk as `chunk_slots` numbers the chunks of rows
+        on the grid axis; the windows.
     """
     num_tokens, num_rows = tokens.packed.shape[0], rows.offset.shape[0]
     num_value, width = tokens.num_heads, tokens.width
-    places, parts = num_places(num_tokens, num_rows), (2 * num_key + num_value) // tiles.heads
+    places, num_heads = num_places(num_tokens, num_rows), 2 * num_key + num_value
     groups = Groups(tiles.places, width)
 
     def by_head(array: Float[Array, "*lead C"]) -> Float[Array, "*lead heads width"]:
         return array.reshape(*array.shape[:-1], -1, width)
 
-    def laid(count: int) -> jax.ShapeDtypeStruct:
-        shape = places // groups.length, groups.length, count, width
-        return jax.ShapeDtypeStruct(shape, tokens.packed.dtype)
-
     packed = by_head(tokens.packed)
+    laid = jax.ShapeDtypeStruct((places // groups.length, groups.length, num_heads, width), packed.dtype)
     gate = jax.ShapeDtypeStruct((places // CHUNK + 2 * num_rows, CHUNK, num_value), jnp.float32)
     barriers = groups.room(tiles.heads, packed.dtype)
     inputs = barriers.pop("inputs")
     windows = jax.new_ref(by_head(conv))
-    results = plgpu.kernel(
+    laid_out, g, beta = plgpu.kernel(
         _make_body(tiles, groups, num_key // tiles.heads),
         kernel_name="gdn_prefill_inputs",
-        out_type=(laid(num_key), laid(num_key), laid(num_value), gate, gate),
+        out_type=(laid, gate, gate),
         scratch_types={
             "room": plgpu.RefUnion(inputs, gates_room(tiles.places, num_value, width, packed.dtype)),
             "gates_loaded": plgpu.Barrier(),
             **barriers,
         },
-        grid=(places // tiles.places, parts + 1),
+        grid=(places // tiles.places, num_heads // tiles.heads + 1),
         grid_names=("tile", "part"),
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),
     )(
@@ -96,9 +94,8 @@ def prefill_inputs(
         row_of_chunks(rows, num_tokens),
         windows,
     )
-    *laid_out, g, beta = results
-    q, k, v = (x.reshape(places, *x.shape[2:]) for x in laid_out)
-    return {"q": q, "k": k, "v": v, "g": g, "beta": beta}, jax.freeze(windows).reshape(conv.shape)
+    on_grid = laid_out.reshape(places, num_heads, width)
+    return {"tokens": on_grid, "g": g, "beta": beta}, jax.freeze(windows).reshape(conv.shape)
 
 
 def _make_body(tiles: MixerTiles, groups: Groups, key_parts: int) -> Callable[..., None]:
@@ -111,9 +108,7 @@ def _make_body(tiles: MixerTiles, groups: Groups, key_parts: int) -> Callable[..
         rows: dict[str, Any],
         row_of: Any,
         slots: Any,
-        q: Any,
-        k: Any,
-        v: Any,
+        laid: Any,
         g: Any,
         beta: Any,
         *,
@@ -123,18 +118,20 @@ def _make_body(tiles: MixerTiles, groups: Groups, key_parts: int) -> Callable[..
         gates_loaded: Any,
     ) -> None:
         tile, part = lax.axis_index("tile"), lax.axis_index("part")
-        first_v, first_gates = 2 * key_parts, 2 * key_parts + v.shape[2] // tiles.heads
+        first_gates = laid.shape[2] // tiles.heads
         index = row_of[lax.div(tile, jnp.int32(per_chunk))]
 
-        def run_heads(row: Row, to: Any, first_part: int, finish: Callable[[Array], Array]) -> None:
+        def finish(x: Array) -> Array:
+            """Normalise heads of q and of k, and scale those of q: all that parts them from heads of v."""
+            scale = jnp.where(part < key_parts, groups.width**-0.5, 1.0)
+            return lax.cond(part < 2 * key_parts, lambda: normalized(x, scale).astype(x.dtype), lambda: x)
+
+        def run_heads(row: Row) -> None:
             """Do this program's heads of q, of k or of v."""
-            first_head, first_out = part * tiles.heads, (part - first_part) * tiles.heads
-            windows = Windows(
-                tokens=tokens,
-                slots=slots,
-                heads=pl.ds(first_head, tiles.heads),
-                layout=HeadsOverWarps(tiles.heads, groups.width),
-            )
+            first_head = part * tiles.heads
+            heads = pl.ds(first_head, tiles.heads)
+            layout = HeadsOverWarps(tiles.heads, groups.width)
+            windows = Windows(tokens=tokens, slots=slots, heads=heads, layout=layout)
             channels = Channels(
                 groups=groups,
                 windows=windows,
@@ -143,18 +140,19 @@ def _make_body(tiles: MixerTiles, groups: Groups, key_parts: int) -> Callable[..
                 inputs=room[0],
                 loaded=loaded,
                 loaded_apart=loaded_apart,
-                out=to.at[:, :, pl.ds(first_out, tiles.heads)],
+                out=laid.at[:, :, heads],
                 finish=finish,
             )
 
             def run(number: Array, nothing: None) -> None:
                 channels.run(row, row.tile(number))
-                windows.export(row, row.tile(number), rows["export_slot"])
                 return nothing
 
             own = row.own_tile(tile)
-            lax.fori_loop(*row.tiles_of_program(own, windows.reach), run, None)
-            pl.when(own == row.entry)(lambda: windows.put_into_slot(row, row.length, row.write_slot))
+            numbers = row.tiles_of_program(own, windows.reach)
+            lax.fori_loop(*numbers, run, None)
+            final = jnp.where(own == row.entry, row.write_slot, NULL_SLOT)
+            windows.put_into_slots(row, numbers, final, rows["export_slot"])
 
         def run_tile_gates(row: Row) -> None:
             own = row.own_tile(tile)
@@ -166,11 +164,7 @@ def _make_body(tiles: MixerTiles, groups: Groups, key_parts: int) -> Callable[..
         @pl.when(index != NOBODY)
         def _() -> None:
             row = row_at(rows, index, tiles.places)
-            is_k, is_v = (part >= key_parts) & (part < first_v), (part >= first_v) & (part < first_gates)
-            scale = groups.width**-0.5
-            pl.when(part < key_parts)(lambda: run_heads(row, q, 0, lambda x: normalized(x, scale)))
-            pl.when(is_k)(lambda: run_heads(row, k, key_parts, lambda x: normalized(x, 1.0)))
-            pl.when(is_v)(lambda: run_heads(row, v, first_v, lambda x: x))
+            pl.when(part < first_gates)(lambda: run_heads(row))
             pl.when(part == first_gates)(lambda: run_tile_gates(row))
 
     return gdn_prefill_inputs_body

@@ -71,7 +71,7 @@ class Row:
         takes_next = self.size - (self.span.lead & (self.size - 1)) < reach
         begin = jnp.where(takes_next & (own == self.entry + 1), own + 1, own)
         end = jnp.where(takes_next & (own == self.entry), own + 2, own + 1)
-        return begin, jnp.minimum(end, self.span.count * (CHUNK // self.size))
+        return begin, jnp.maximum(begin, jnp.minimum(end, self.span.count * (CHUNK // self.size)))
 
 
 def row_at(rows: dict[str, Any], index: Array, size: int) -> Row:

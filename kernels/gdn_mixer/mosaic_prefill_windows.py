@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
@@ -37,37 +38,59 @@ class Windows:
 
         Those of early tokens are of the initial window in part: nobody else's reads it.
         """
+        tokens = [token - self.reach + place for place in range(self.reach)]
+        window = [self._own_input(row, token) for token in tokens]
 
-        def store(window: list[Array]) -> None:
-            for place, value in enumerate(window):
-                there = to(place)
-                there[...] = value.astype(there.dtype)
+        def with_initial() -> list[Array]:
+            return [self._initial_input(row, *pair) for pair in zip(tokens, window, strict=True)]
 
-        oldest = token - self.reach
-        pl.when(oldest < 0)(lambda: store([self._early_input(row, oldest + j) for j in range(self.reach)]))
-        pl.when(oldest >= 0)(lambda: store([self._own_input(row, oldest + j) for j in range(self.reach)]))
+        for place, value in enumerate(lax.cond(tokens[0] < 0, with_initial, lambda: window)):
+            there = to(place)
+            there[...] = value.astype(there.dtype)
 
-    def put_into_slot(self, row: Row, token: Array, slot: Array) -> None:
-        """Store them into a slot, but never the null one."""
-        pl.when(slot != NULL_SLOT)(lambda: self.put(row, token, lambda place: self.slots.at[slot, place, self.heads]))
+    def put_into_slots(self, row: Row, tiles: tuple[Array, Array], write_slot: Array, export_slot: Any) -> None:
+        """Export the windows after some tiles, then store the row's final one; never into the null slot.
 
-    def export(self, row: Row, tile: Tile, export_slot: Any) -> None:
-        """Export the window after a tile, if that is at a boundary for which the row has a slot."""
-        num_boundaries = export_slot.shape[1]
+        Args:
+            row: the row.
+            tiles: the first tile, and one past the last one.
+            write_slot: of the final window.
+            export_slot: slots of the rows' boundaries.
+        """
+        begin, end = tiles
+
+        def put(number: Array, nothing: None) -> None:
+            is_final = number == end
+            token, slot = self._exported(row, row.tile(number), export_slot)
+            token, slot = jnp.where(is_final, row.length, token), jnp.where(is_final, write_slot, slot)
+
+            @pl.when(slot != NULL_SLOT)
+            def _() -> None:
+                self.put(row, token, lambda place: self.slots.at[slot, place, self.heads])
+
+            return nothing
+
+        lax.fori_loop(begin, end + 1, put, None)
+
+    def _exported(self, row: Row, tile: Tile, export_slot: Any) -> tuple[Array, Array]:
+        """Return the token after a tile and, if that is at a boundary, the slot that the row has for it."""
+        after, num_boundaries = tile.begin + tile.size, export_slot.shape[1]
+        token, slot = after - row.span.lead, jnp.int32(NULL_SLOT)
         if num_boundaries:
-            after = tile.begin + tile.size
             boundary = after // CHUNK - 1
-            slot = export_slot[row.index, jnp.clip(boundary, 0, num_boundaries - 1)]
             is_listed = tile.reaches_boundary(row.span) & (boundary < num_boundaries)
-            self.put_into_slot(row, after - row.span.lead, jnp.where(is_listed, slot, NULL_SLOT))
+            listed = export_slot[row.index, jnp.clip(boundary, 0, num_boundaries - 1)]
+            slot = jnp.where(is_listed, listed, slot)
+        return token, slot
 
     def _own_input(self, row: Row, token: Array) -> Float[Array, "heads width"]:
+        """Return the input of a token; of any one of the packed axis for a negative one."""
         last = self.tokens.shape[0] - 1  # beyond which an empty row may begin
-        return self.layout.load_as_stored(self.tokens.at[jnp.minimum(row.offset + token, last), self.heads])
+        packed = jnp.minimum(row.offset + jnp.maximum(token, 0), last)
+        return self.layout.load_as_stored(self.tokens.at[packed, self.heads])
 
-    def _early_input(self, row: Row, token: Array) -> Float[Array, "heads width"]:
-        """Return the input of a token; of the initial window for a negative one."""
-        own = self._own_input(row, jnp.clip(token, 0, jnp.maximum(row.length - 1, 0)))
+    def _initial_input(self, row: Row, token: Array, own: Float[Array, "heads width"]) -> Float[Array, "heads width"]:
+        """Return the input of a token, which is its own unless it is negative: that of the initial window then."""
         place = jnp.clip(token + self.reach, 0, self.reach - 1)
         before = self.layout.load_as_stored(self.slots.at[row.read_slot, place, self.heads]).astype(own.dtype)
         # A choice, not a product: the null slot may hold NaN.

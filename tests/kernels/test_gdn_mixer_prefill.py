@@ -151,6 +151,9 @@ def _lay_out(args: Arguments, tiles: MixerTiles) -> tuple[dict[str, jax.Array], 
 def lay_out(args: Arguments, tiles: MixerTiles = SMALL) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """Run the kernel before the delta rule; returns what stands in chunks that a row uses, and the windows."""
     laid, conv = run_mosaic(lambda: _lay_out(args, tiles))
+    num_key = args[3].replay.delta.k.shape[2]
+    parts = jnp.split(laid.pop("tokens"), (num_key, 2 * num_key), axis=1)
+    laid |= dict(zip(("q", "k", "v"), parts, strict=True))
     return {name: np.asarray(x) for name, x in laid.items()}, np.asarray(conv)
 
 
