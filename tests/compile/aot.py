@@ -5,6 +5,7 @@ carries the mark `compile`. The target is described to XLA by `h200.txtpb`, a Gp
 """
 
 import ctypes
+import math
 import os
 import re
 import sys
@@ -30,6 +31,11 @@ _SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) 
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _SWIZZLED = re.compile(r"tile<\[(?:(?:\d+, )*(\d+), )?\d+\]>, #mosaic_gpu\.swizzle<")
 _COPY = re.compile(r"= (\w+)\[([\d,]*)\]\S* copy(?:-start)?\(")
+_PIECES = re.compile(r"^%dynamic-slice-fusion.*?^}", re.MULTILINE | re.DOTALL)  # a kernel and slices that it is handed
+_SHAPE = re.compile(r"^ *(?:ROOT )?(%\S+) = (\w+)\[([\d,]*)\]", re.MULTILINE)
+_BITS = re.compile(r"\d+")
+_ALIGNED_BYTES = 256  # where arrays of Pallas kernels begin
+_SLICE = re.compile(r" slice\((%\S+)\), slice={([^}]*)}")
 _LAUNCH = re.compile(r" (?:fusion|custom-call|copy|copy-start|sort|while|conditional)\(")
 
 
@@ -82,7 +88,8 @@ def compile_for_h200(function: Callable, *arguments: Any, donate: Sequence[int] 
         static: keyword arguments that are not arrays.
 
     Raises:
-        RuntimeError: memory is swizzled in a way that slices of it are not read in.
+        RuntimeError: memory is swizzled in a way that slices of it are not read in; or a kernel is handed a slice as it
+            lies, which it would refuse.
     """
     jitted = jax.jit(function, donate_argnums=tuple(donate), static_argnames=tuple(static))
     # Without an abstract device that names the GPU, lowering does not know for which one a kernel is meant.
@@ -93,6 +100,7 @@ def compile_for_h200(function: Callable, *arguments: Any, donate: Sequence[int] 
     with _everything_compiled_anew(), _native_output() as printed:
         executable = lowered.compile()
     text, memory = executable.as_text(), executable.memory_analysis()
+    _check_alignment(text)
     report = Report(
         kernels=tuple(_kernels(printed[0])),
         argument_bytes=memory.argument_size_in_bytes,
@@ -114,6 +122,25 @@ def compile_for_h200(function: Callable, *arguments: Any, donate: Sequence[int] 
 def _mesh() -> Mesh:
     topology = topologies.get_topology_desc(platform="cuda", target_config=TARGET.read_text(), topology="1x1x1")
     return topologies.make_mesh(topology, (1,), ("x",))
+
+
+def _check_alignment(text: str) -> None:
+    """Refuse programs that hand a Pallas kernel a slice of an array, uncopied, from where no array may begin."""
+    for piece in _PIECES.findall(text):
+        shapes = {
+            name: (dtype, [int(size) for size in sizes.split(",") if size])
+            for name, dtype, sizes in _SHAPE.findall(piece)
+        }
+        for operand, ranges in _SLICE.findall(piece):
+            dtype, sizes = shapes[operand]
+            begins = [int(begin) for begin in re.findall(r"\[(\d+):", ranges)]
+            strides = [math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
+            first = sum(begin * stride for begin, stride in zip(begins, strides, strict=True))
+            if offset := first * int(_BITS.findall(dtype)[0]) // 8 % _ALIGNED_BYTES:
+                raise RuntimeError(
+                    f"a slice that a kernel is handed must begin at a multiple of {_ALIGNED_BYTES} bytes; got one "
+                    f"{offset} bytes beyond: align it, as `packed.py` does, or have it copied"
+                )
 
 
 @contextmanager

@@ -76,3 +76,17 @@ def test_memory_that_mosaic_swizzles_in_tiles_of_single_rows_is_refused() -> Non
 
     with pytest.raises(RuntimeError, match="swizzled tiles must have 8 rows"):
         compile_for_h200(first_rows, spec((ROWS, WIDTH, WIDTH), jnp.float32))
+
+
+def test_a_slice_that_a_kernel_is_handed_from_the_middle_of_an_array_is_refused() -> None:
+    def double(words: jax.Array, begin: int) -> jax.Array:
+        def double_words(words, out):
+            out[...] = 2 * plgpu.load(words, layout=plgpu.Layout.WG_STRIDED((WIDTH,), vec_size=1))
+
+        kernel = plgpu.kernel(double_words, out_type=jax.ShapeDtypeStruct((WIDTH,), words.dtype))
+        return kernel(words[begin : begin + WIDTH])
+
+    words = spec((SLOTS,), jnp.int32)
+    assert compile_for_h200(lambda words: double(words, 64), words).copies == ()
+    with pytest.raises(RuntimeError, match="multiple of 256 bytes; got one 4 bytes beyond"):
+        compile_for_h200(lambda words: double(words, 65), words)

@@ -1,5 +1,7 @@
 """A step's inputs as one array: they come out as they went in, and steps of one shape share their layout."""
 
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
@@ -8,12 +10,13 @@ from oracles.runner_rig import BUCKETS, blocks, export, row
 from gdn_jax.serving.core.plan import Phase
 from gdn_jax.serving.runner.inputs import BlockTables, build_advance, build_prefill, padded_lanes
 from gdn_jax.serving.runner.lanes import LaneSampling
-from gdn_jax.serving.runner.packed import StepInputs, pack_inputs
+from gdn_jax.serving.runner.packed import ALIGNED_WORDS, StepInputs, pack_inputs
+from gdn_jax.serving.runner.sampling import SampledRows
 
 LANES = 3
 
 
-def inputs_of(phase: Phase, token: int) -> tuple[StepInputs, object]:
+def inputs_of(phase: Phase, token: int) -> tuple[StepInputs, tuple[Any, SampledRows]]:
     """Return packed inputs of one row, and the batch and rows that they were made of."""
     tables = BlockTables(LANES, 4)
     fields = {"lane": 1, "tokens": (token, token + 1), "new_blocks": blocks(5, 6), "exports": (export(64, 7),)}
@@ -41,3 +44,12 @@ def test_other_numbers_in_the_same_shapes_are_the_same_layout(phase: Phase) -> N
     first, second = (inputs_of(phase, token)[0] for token in (40, 90))
     assert (first.layout, hash(first.layout)) == (second.layout, hash(second.layout))
     assert first.words.tolist() != second.words.tolist()
+
+
+def test_every_piece_begins_where_a_kernel_takes_an_array() -> None:
+    packed, (batch, sampling) = inputs_of(Phase.PREFILL, 40)
+    first = 0
+    for leaf in jax.tree.leaves((batch, sampling.lane, sampling.emits)):
+        assert packed.words[first : first + leaf.size].tolist() == leaf.reshape(-1).tolist()
+        first += -(-leaf.size // ALIGNED_WORDS) * ALIGNED_WORDS
+    assert len(packed.words) == first
