@@ -25,6 +25,7 @@ from gdn_jax import LLM, SamplingParams
 from gdn_jax.config import ModelConfig
 
 _LOG = logging.getLogger(__name__)
+_WARM_UPS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,37 +48,45 @@ class Options:
     prompts: tuple[int, ...] = (1024, 8192)
     cached: int = 8192
     added: int = 32
-    kernels: Literal["auto", "mosaic", "jax"] = "auto"
+    kernels: Literal["mosaic", "jax"] = "mosaic"
     dtype: str = "auto"
     repeats: int = 7
 
     @property
     def longest(self) -> int:
         """Tokens of the longest prompt."""
-        return max(*self.prompts, self.cached + self.added)
+        return max((*self.prompts, self.cached + self.added))
 
 
-def prompts_of(options: Options, vocab_size: int) -> Iterator[tuple[str, list[list[int]]]]:
-    """Yield each case with its prompts; the first one of a hit leaves what the others find."""
-    rng, count = np.random.default_rng(0), 2 + options.repeats
+def prompts_of(options: Options, vocab_size: int) -> Iterator[tuple[str, int, list[list[int]]]]:
+    """Yield each case, how much of a prompt is cached, and prompts; a hit's first one leaves what the others find."""
+    rng, count = np.random.default_rng(0), _WARM_UPS + options.repeats
 
     def draw(num_tokens: int) -> list[int]:
         return rng.integers(vocab_size, size=num_tokens).tolist()
 
     for length in options.prompts:
-        yield f"prefill/{length}", [draw(length) for _ in range(count)]
+        yield f"prefill/{length}", 0, [draw(length) for _ in range(count)]
     start = draw(options.cached)
-    yield f"prefill/{options.added}on{options.cached}", [start + draw(options.added) for _ in range(count)]
+    hits = [start + draw(options.added) for _ in range(count)]
+    yield f"prefill/{options.added}on{options.cached}", options.cached, hits
 
 
-def time_case(llm: LLM, prompts: list[list[int]]) -> list[float]:
-    """Return the seconds of one token after each prompt but the first two."""
+def time_case(llm: LLM, prompts: list[list[int]], cached: int) -> list[float]:
+    """Return the seconds of one token after each prompt but the first two.
+
+    Raises:
+        SystemExit: another number of its tokens than `cached` was found, so that the time is of something else.
+    """
     seconds = []
     for prompt in prompts:
         start = time.perf_counter()
-        llm.generate([prompt], SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True), use_tqdm=False)
+        params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+        (output,) = llm.generate([prompt], params, use_tqdm=False)
         seconds.append(time.perf_counter() - start)
-    return seconds[2:]
+        if len(seconds) > _WARM_UPS and output.num_cached_tokens != cached:
+            raise SystemExit(f"{cached} tokens of a prompt must be cached; got {output.num_cached_tokens}: no times")
+    return seconds[_WARM_UPS:]
 
 
 def main() -> None:
@@ -97,9 +106,9 @@ def main() -> None:
     vocab_size = ModelConfig.from_folder(options.model).vocab_size
     rows: list[ResultRow] = []
     output = options.output or Path("benchmarks/results") / f"first-token-{options.model.name}.json"
-    for name, prompts in prompts_of(options, vocab_size):
+    for name, cached, prompts in prompts_of(options, vocab_size):
         case = f"model/{options.model.name}/{name}"
-        seconds = time_case(llm, prompts)
+        seconds = time_case(llm, prompts, cached)
         row = partial(ResultRow, case=case, implementation=options.kernels, unit="ms", error=None)
         rows += [
             row(metric="ms to the first token", value=1e3 * statistics.median(seconds)),

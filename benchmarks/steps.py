@@ -45,6 +45,7 @@ _LOG = logging.getLogger(__name__)
 _PROFILED_STEPS = 3
 _ROUNDS = 5  # of queued steps
 _STATE_INTERVAL = 512  # the engine's default
+_LEAST_TABLE = 256  # blocks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,10 +142,12 @@ def decode_step(model: Model, batch: int, context: int) -> tuple[Step, DeviceSta
 def prefill_of(model: Model, num_tokens: int, cached: int = 0) -> tuple[Step, DeviceState]:
     """Return a step that runs a prompt after what is cached of it, and the state it starts from.
 
-    States are exported as mode "all" does; the call has the engine's padding.
+    States are exported as mode "all" does. Tokens and block tables are padded as far as the engine pads them at least:
+    to a whole block, and to 256 blocks.
     """
-    boundaries = cached + np.arange(1, num_tokens // CHUNK + 1) * CHUNK
-    is_export = boundaries % _STATE_INTERVAL == 0
+    num_places = -(-num_tokens // CHUNK) * CHUNK
+    boundaries = cached + np.arange(1, num_places // CHUNK + 1) * CHUNK
+    is_export = (boundaries % _STATE_INTERVAL == 0) & (boundaries <= cached + num_tokens)
     exports = np.where(is_export, 1 + np.cumsum(is_export), NULL_SLOT).astype(np.int32)
     state, tables = model.sequences(1, cached + num_tokens, int(is_export.sum()))
     one = np.ones((1,), np.int32)
@@ -156,7 +159,8 @@ def prefill_of(model: Model, num_tokens: int, cached: int = 0) -> tuple[Step, De
         write_slot=one,
         export_slot=exports[None],
     )
-    ids = np.arange(-(-num_tokens // CHUNK) * CHUNK, dtype=np.int32) % model.config.vocab_size
+    ids = np.arange(num_places, dtype=np.int32) % model.config.vocab_size
+    tables = np.pad(tables, ((0, 0), (0, max(0, _LEAST_TABLE - tables.shape[1]))))
     inputs = PrefillBatch(token_ids=ids, rows=rows, block_tables=tables)
     return partial(
         _prefill, model, jax.device_put(pack_inputs(inputs, replace(_greedy(1), demand=Demand.ANYTHING)))

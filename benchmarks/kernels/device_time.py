@@ -1,8 +1,9 @@
 """Time on a device: of calls inside one jitted loop, of a copy, of a product, and of a kernel that does nothing.
 
-A call is timed as part of a loop that one jit compiles, so that launching from the host costs it nothing; the loop's
-body holds several calls, on different data, so that a cache does not serve what memory should. The bandwidth that
-shares are of is that of a copy in the same run, counting bytes read and bytes written.
+A call is timed as part of a loop that one jit compiles, so that launching from the host costs it little: each loop is
+handed over while the one before runs. The loop's body holds several calls, on different data, so that a cache does not
+serve what memory should. The bandwidth that shares are of is that of a copy in the same run, counting bytes read and
+bytes written.
 """
 
 import logging
@@ -21,7 +22,7 @@ from jax import lax
 from benchmarks.results_file import ResultRow, write_results
 
 _LOG = logging.getLogger(__name__)
-_LEAST_SECONDS = 0.05  # of one timed run: what a dispatch from the host costs is then a thousandth
+_LEAST_SECONDS = 0.05  # of one timed run
 _ROUNDS = 16  # of one loop
 _COPIED_BYTES = 2 << 30
 

@@ -1,7 +1,7 @@
 """Convolution windows in prefill: from the initial one and from packed inputs to wherever the next ones are wanted.
 
-A window is moved a token at a time. Each thread loads and stores the same channels, so that a slot that is read and
-written by one program needs no barrier.
+A window is moved a token at a time. A slot may be read and written by one program, and several warps hold its heads
+alike: so all of them load a window before one stores it.
 """
 
 from collections.abc import Callable
@@ -11,6 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from gdn_jax.kernels.anchors import NULL_SLOT
@@ -44,7 +45,9 @@ class Windows:
         def with_initial() -> list[Array]:
             return [self._initial_input(row, *pair) for pair in zip(tokens, window, strict=True)]
 
-        for place, value in enumerate(lax.cond(tokens[0] < 0, with_initial, lambda: window)):
+        entries = lax.cond(tokens[0] < 0, with_initial, lambda: window)
+        plgpu.commit_smem()  # a barrier: warps that hold the window alike have all loaded it before one stores it
+        for place, value in enumerate(entries):
             there = to(place)
             there[...] = value.astype(there.dtype)
 

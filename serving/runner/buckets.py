@@ -8,10 +8,10 @@ widths of block tables times
     advance   1   4   16                                                 (rows; 64 requests have one size more)
 
 What that wastes. A call of 512 tokens takes little longer than reading the weights once, so up to there seven eighths
-of it may be padding; above, where time goes with tokens, at most half is. Of rows up to three quarters are padding.
-Eight rows have 14 more chunks in the delta rule than one, whatever their tokens, so one row alone has calls of its own;
-a few tokens in several rows run as 512. A wide block table costs its transfer (4 bytes per block and row), since
-attention passes over what lies past a row's end: so widths grow by 16, from 256 blocks, which hold 16,384 tokens.
+of it may be padding; above, where time goes with tokens, no more than half and a block is. Of rows up to three quarters
+are padding. Eight rows have 14 more chunks in the delta rule than one, whatever their tokens: one row alone has calls
+of its own; a few tokens in several rows run as 512. A wide block table costs its transfer (4 bytes per block and row),
+since attention passes over what lies past a row's end: so widths grow by 16, from 256 blocks, which hold 16,384 tokens.
 """
 
 from bisect import bisect_left
@@ -84,6 +84,7 @@ class Buckets:
 
 MAX_PREFILL_ROWS = 8  # more rows of one step are run in further calls
 _NARROW_BLOCKS = 256
+_FEW_TOKENS = 512  # up to which a call takes little longer than reading weights
 
 
 def make_buckets(
@@ -115,6 +116,8 @@ def make_buckets(
 
 
 def _prefill_sizes(block_size: int, tokens: int) -> tuple[int, ...]:
-    """Return packed tokens: few sizes while reading weights takes the time, twice as many from size to size above."""
-    few = 8 * block_size
-    return ladder(block_size, tokens, 8) if tokens < 2 * few else (block_size, *ladder(few, tokens, 2))
+    """Return packed tokens, the largest number last: halves of it down to some 512, below which few sizes do."""
+    sizes = [tokens]
+    while sizes[0] >= 2 * _FEW_TOKENS:
+        sizes.insert(0, -(-sizes[0] // (2 * block_size)) * block_size)
+    return (*ladder(block_size, sizes[0], 8), *sizes[1:])

@@ -40,7 +40,7 @@ def assert_in_place(report: Report, heads: Heads, num_slots: int, state_bytes: i
     names = [kernel.name.removesuffix("_mosaic_gpu_kernel") for kernel in report.kernels]
     assert names == ["gdn_prefill_cuts", "gdn_prefill_chunks", "gdn_prefill_states"]
     _, chunks, _ = report.kernels
-    assert chunks.registers <= 255  # two programs of it on a multiprocessor
+    assert chunks.registers <= 128  # four programs of it on a multiprocessor
 
 
 @pytest.mark.parametrize(("num_rows", "num_slots"), [(1, BEYOND_32_BITS), (8, 300)])

@@ -29,6 +29,14 @@ def test_a_size_that_fits_is_the_smallest_that_does(largest: int, data: st.DataO
     assert not any(wanted <= size < found for size in sizes)
 
 
+@pytest.mark.parametrize("budget", [1024, 1500, 2048, 3000, 4000, 8192, 100_000])
+def test_where_time_goes_with_tokens_half_of_a_call_and_a_block_are_padding_at_most(budget: int) -> None:
+    buckets = make_buckets(budget=budget, max_num_seqs=1, max_model_len=8192, block_size=64, deterministic=False)
+    for num_tokens in (*range(512, budget, 61), budget):
+        tokens, _ = buckets.prefill_size(num_tokens, 1)
+        assert tokens <= max(2 * 512, 2 * num_tokens + 64)
+
+
 def test_nothing_fits_beyond_the_largest() -> None:
     with pytest.raises(ValueError, match="at most 8; got 9"):
         fit((1, 4, 8), 9)
@@ -56,7 +64,6 @@ def test_a_prefill_call_is_the_smallest_that_holds_its_rows(num_tokens: int, num
     holding = [size for size in buckets.prefill if size[0] >= num_tokens and size[1] >= num_rows]
     assert (tokens, rows) == min(holding)
     assert tokens <= max(64, 8 * num_tokens) or num_rows > 1
-    assert tokens <= max(512, 2 * num_tokens), "time goes with tokens from there on"
 
 
 def test_nothing_fits_beyond_the_largest_call() -> None:

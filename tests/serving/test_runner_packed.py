@@ -53,3 +53,4 @@ def test_every_piece_begins_where_a_kernel_takes_an_array() -> None:
         assert packed.words[first : first + leaf.size].tolist() == leaf.reshape(-1).tolist()
         first += -(-leaf.size // ALIGNED_WORDS) * ALIGNED_WORDS
     assert len(packed.words) == first
+    assert 4 * ALIGNED_WORDS % 256 == 0, "bytes, where Pallas kernels for GPUs take an array"
