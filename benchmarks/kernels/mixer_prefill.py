@@ -180,6 +180,7 @@ def time_norm(case: PrefillCase, options: Options) -> Times:
 
     def call(carry: jax.Array, held: tuple[MixerTokens, MixerWeights, jax.Array]) -> jax.Array:
         tokens, weights, out = held
+        out, _ = lax.optimization_barrier((out, carry))  # else what does not depend on the call before is computed once
         return lax.optimization_barrier(norm_from_grid(out, tokens, place, weights.norm, eps=_EPS))
 
     held = [

@@ -48,8 +48,8 @@ class PrefillTiles:
 def prefill_tiles() -> PrefillTiles:
     """Choose tiles for an H200.
 
-    Two warpgroups share what they load, which should pay where rows and heads are many, but spill 16 bytes; a card has
-    to tell whether that matters.
+    Two warpgroups share what they load, which should pay where rows and heads are many, but spill 16 bytes; they have
+    not been timed.
     """
     return PrefillTiles(warpgroups=1, stages=3)
 
