@@ -52,7 +52,7 @@ def two_turns(folder: Path, kernels: str, drafts: int, dtype: str = "float32") -
     return tokens_of([*first, *more]), cached([*first, *more])
 
 
-# In float32 the delta rule of decode alone is a Mosaic kernel, in 16 bits prefill and attention too.
+# In float32 GDN layers are Mosaic kernels in decode alone; in 16 bits they are in prefill, too, and so is attention.
 @pytest.mark.parametrize(("drafts", "dtype"), [(0, "float16"), (2, "float32")])
 def test_mosaic_kernels_give_the_tokens_and_hits_of_plain_jax(
     drafts: int, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
