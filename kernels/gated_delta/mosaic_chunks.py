@@ -12,6 +12,7 @@ triangle, coarse part and rest apart, as in `chunk.py`.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -122,6 +123,14 @@ def _make_body(group: int, pairs: int, first_heads: FirstHeads) -> Callable[...,
         def gate(name: str, member: int) -> Float[Array, "places"]:
             return plgpu.load(gates[name].at[chunk, :, head_of(member)], layout=_COLUMN, optimized=False)
 
+        def for_each_head(store: Callable[[int], None]) -> None:
+            """Store what each head has, but nothing twice."""
+            for member in range(PAIR):
+                if member < (group % PAIR or PAIR):
+                    store(member)
+                else:  # the last pair of an odd group lacks this one
+                    pl.when(pair < pairs - 1)(partial(store, member))
+
         def send(matrix: Array, member: int, to: Any) -> None:
             """Round a matrix of a head and store it."""
             tile = tiles.at[member]
@@ -145,15 +154,17 @@ def _make_body(group: int, pairs: int, first_heads: FirstHeads) -> Callable[...,
 
             members = range(PAIR)
             strengths, decays = ([gate(name, member) for member in members] for name in ("beta", "g"))
-            for member in members:  # while keys are on their way
+
+            @for_each_head
+            def _(member: int) -> None:  # while keys are on their way
                 stored = by_place.at[chunk, head_of(member)]
                 stored[BETA] = strengths[member]
                 _sum_up(decays[member], sums.at[member], stored)
+
             plgpu.barrier_wait(loaded)
 
             key_queries = product(keys, queries.transpose((1, 0)))
-            for member in members:
-                send(key_queries * _decays(sums.at[member]), member, scores)
+            for_each_head(lambda member: send(key_queries * _decays(sums.at[member]), member, scores))
             products = product(keys, keys.transpose((1, 0)))
             row, column = (plgpu.broadcasted_iota(jnp.int32, _SHAPE, axis, layout=_MATRIX) for axis in range(2))
             for member in members:
@@ -161,9 +172,9 @@ def _make_body(group: int, pairs: int, first_heads: FirstHeads) -> Callable[...,
                 store_padded(jnp.where(column < row, entries, jnp.zeros_like(entries)), matrices.at[member])
             substitute_forward(matrices)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # scores have left the tiles
-            for member in members:
-                # Below the diagonal stands what was inverted, and decays are zero.
-                send(load_padded(matrices.at[member]) * _decays(sums.at[member]), member, inverses)
+            # Below the diagonal stands what was inverted, which is finite, and decays are zero. They are formed again:
+            # registers do not last for them and the substitution.
+            for_each_head(lambda m: send(load_padded(matrices.at[m]) * _decays(sums.at[m]), m, inverses))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the tiles, before the program ends
 
     return gdn_prefill_chunks_body

@@ -19,6 +19,7 @@ from gdn_jax.kernels.paged_attention.plain import KEY_TILE
 from gdn_jax.kernels.paged_attention.prefill_tiles import choose_prefill_tiles, parts_shape
 
 _FLOAT32 = 4
+_PRODUCT_BYTES = 8 << 20  # that XLA lends the GPU's library of matrix products
 # Logits, masked, scaled, ranked (a sort keeps keys and ids, before and after) and with noise.
 _LOGITS_COPIES = 7
 _SCORED_COPIES = 3  # logits, those of ids that have a text, and their exponentials
@@ -85,7 +86,7 @@ def mosaic_prefill_bytes(
         results = math.prod(parts_shape(tiles, num_tokens, num_rows, model.num_kv_heads)) if tiles.part_pages else 0
         attention += results * (model.head_dim + 1) * _FLOAT32  # and the weight of each
     mixer = max(delta if model.num_gdn_layers else 0, attention if model.num_attention_layers else 0)
-    return _peak(model, item_bytes, mixer, num_tokens=num_tokens, num_logits=num_rows)
+    return _peak(model, item_bytes, mixer, num_tokens=num_tokens, num_logits=num_rows) + _PRODUCT_BYTES
 
 
 def advance_bytes(model: ModelConfig, item_bytes: int, *, num_rows: int, window: int) -> int:

@@ -7,8 +7,8 @@ widths of block tables times
     prefill   64 x 1   512 x 1   1024 x 1   2048 x 1   512 x 8   1024 x 8   2048 x 8   (packed tokens x rows)
     advance   1   4   16                                                 (rows; 64 requests have one size more)
 
-What that wastes. A call of 512 tokens takes little longer than reading the weights once, so up to there seven eighths
-of it may be padding; above, where time goes with tokens, no more than half and a block is. Of rows up to three quarters
+What that wastes. A call of 512 tokens takes little longer than reading the weights once, so up to there most of it may
+be padding; above, where time goes with tokens, no more than half and a block is. Of rows up to three quarters
 are padding. Eight rows have 14 more chunks in the delta rule than one, whatever their tokens: one row alone has calls
 of its own; a few tokens in several rows run as 512. A wide block table costs its transfer (4 bytes per block and row),
 since attention passes over what lies past a row's end: so widths grow by 16, from 256 blocks, which hold 16,384 tokens.

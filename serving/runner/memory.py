@@ -16,12 +16,13 @@ from gdn_jax.kernels.dispatch import Implementation, tensor_cores_multiply
 from gdn_jax.serving.core.errors import StartupError
 from gdn_jax.serving.runner.activations import advance_bytes, mosaic_prefill_bytes, prefill_bytes, score_bytes
 from gdn_jax.serving.runner.adjust import history_bytes_per_lane
-from gdn_jax.serving.runner.buckets import make_buckets
+from gdn_jax.serving.runner.buckets import Buckets, make_buckets
 from gdn_jax.sizes import kv_bytes_per_token, mtp_kv_bytes_per_token, parameter_count, state_bytes_per_slot
 
 _LOG = logging.getLogger(__name__)
 _GIB = 1 << 30
 _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+_SPLIT_TOKENS = 4096  # of a prefill call, from which on no attention is split on any GPU that Mosaic kernels run on
 _MEAN_TOKENS = 4096  # a conversation of middling length, for the split only
 _CHECKPOINTS_PER_REQUEST = 4  # prompt end, turn border, turn end, junction
 _SPARE = 4  # pools never exceed what this many full sets of the longest requests could fill
@@ -229,17 +230,30 @@ def activation_bytes(model: ModelConfig, request: MemoryRequest) -> int:
     )
     tokens, rows = buckets.prefill[-1]
     if request.implementation is Implementation.MOSAIC and tensor_cores_multiply(jnp.dtype(request.dtype)):
-        blocks = buckets.table_blocks[-1]
-        prefill = max(
-            mosaic_prefill_bytes(model, item, num_tokens=tokens, num_rows=rows, num_blocks=blocks)
-            for tokens, rows in buckets.prefill
-        )
+        prefill = _most_of_prefills(model, item, buckets, request.block_size)
     else:
         prefill = prefill_bytes(model, item, num_tokens=tokens, num_rows=rows)
     return max(
         prefill,
         score_bytes(model, item, num_tokens=tokens),
         advance_bytes(model, item, num_rows=request.max_num_seqs, window=request.window),
+    )
+
+
+def _most_of_prefills(model: ModelConfig, item_bytes: int, buckets: Buckets, block_size: int) -> int:
+    """Return the most that a prefill call on Mosaic kernels needs, of all that may come to be compiled.
+
+    What fits decides how many rows and tokens a call has in the end, and one of fewer may split its attention, which
+    takes more memory.
+    """
+    tokens, rows = buckets.prefill[-1]
+    few = range(block_size, min(tokens, _SPLIT_TOKENS) + 1, block_size)
+    return max(
+        mosaic_prefill_bytes(
+            model, item_bytes, num_tokens=count, num_rows=num_rows, num_blocks=buckets.table_blocks[-1]
+        )
+        for count in (*few, tokens)
+        for num_rows in range(1, rows + 1)
     )
 
 
