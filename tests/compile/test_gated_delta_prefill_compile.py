@@ -40,7 +40,8 @@ def assert_in_place(report: Report, heads: Heads, num_slots: int, state_bytes: i
     names = [kernel.name.removesuffix("_mosaic_gpu_kernel") for kernel in report.kernels]
     assert names == ["gdn_prefill_cuts", "gdn_prefill_chunks", "gdn_prefill_states"]
     _, chunks, _ = report.kernels
-    assert chunks.registers <= 128  # four programs of it on a multiprocessor
+    is_odd = heads.num_value // heads.num_key % 2
+    assert chunks.registers <= (168 if is_odd else 128)  # three or four programs of it on a multiprocessor
 
 
 @pytest.mark.parametrize(("num_rows", "num_slots"), [(1, BEYOND_32_BITS), (8, 300)])
