@@ -32,6 +32,7 @@ from gdn_jax.kernels.anchors import NULL_SLOT, AdvanceRows, PrefillRows
 from gdn_jax.kernels.dispatch import Implementation
 from gdn_jax.kernels.numerics import CHUNK
 from gdn_jax.model import abstract_model, resolve_dtype
+from gdn_jax.serving.runner.buckets import NARROW_BLOCKS
 from gdn_jax.serving.runner.lanes import LaneSampling
 from gdn_jax.serving.runner.packed import StepInputs, pack_inputs
 from gdn_jax.serving.runner.pools import DeviceState, PoolSizes, make_device_state
@@ -45,7 +46,6 @@ _LOG = logging.getLogger(__name__)
 _PROFILED_STEPS = 3
 _ROUNDS = 5  # of queued steps
 _STATE_INTERVAL = 512  # the engine's default
-_LEAST_TABLE = 256  # blocks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +160,7 @@ def prefill_of(model: Model, num_tokens: int, cached: int = 0) -> tuple[Step, De
         export_slot=exports[None],
     )
     ids = np.arange(num_places, dtype=np.int32) % model.config.vocab_size
-    tables = np.pad(tables, ((0, 0), (0, max(0, _LEAST_TABLE - tables.shape[1]))))
+    tables = np.pad(tables, ((0, 0), (0, max(0, NARROW_BLOCKS - tables.shape[1]))))
     inputs = PrefillBatch(token_ids=ids, rows=rows, block_tables=tables)
     return partial(
         _prefill, model, jax.device_put(pack_inputs(inputs, replace(_greedy(1), demand=Demand.ANYTHING)))

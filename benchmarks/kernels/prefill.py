@@ -189,9 +189,10 @@ def time_case(case: PrefillCase, prefill: Prefill, repeats: int) -> Times:
 
 def benchmark(case: PrefillCase, *, options: Options, bandwidth: float, rate: float) -> Iterator[ResultRow]:
     """Check, then time, one case; yields times, shares of copy and product, and peers' times."""
-    error = check(case, options.prefill, correlated=False)
-    correlated = check(case, options.prefill, correlated=True)
-    times = time_case(case, options.prefill, options.repeats)
+    prefill = options.prefill  # one function for both checks, which compile it once
+    error = check(case, prefill, correlated=False)
+    correlated = check(case, prefill, correlated=True)
+    times = time_case(case, prefill, options.repeats)
     row = partial(ResultRow, case=case.name, implementation=options.implementation)
     yield from time_rows(case.name, options.implementation, error, times)
     yield row(metric="error, correlated keys", value=correlated, unit="ratio", error=correlated)

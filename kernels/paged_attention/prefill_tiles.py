@@ -14,6 +14,8 @@ WARPGROUPS = 2  # that multiply; registers hold no third tile's result 256 wide
 _TILE_HEADS = 8  # at most: a copy brings a multiple of eight tokens of a head
 _OTHER_BYTES = 3072  # of shared memory, for barriers, sums of weights and alignment
 _PROGRAMS = 132  # programs that run at once on an H200, one on each of its multiprocessors
+# Tokens of a call beyond which no row is split, whatever the heads: a strip has no more tokens than queries.
+MOST_SPLIT_TOKENS = _PROGRAMS // 2 * WARPGROUPS * TILE_QUERIES
 _MAX_STAGES = 4
 _PART_PAGES = 32  # a part lasts some 40 us, ten times what it takes to start and to end one
 

@@ -83,7 +83,7 @@ class Buckets:
 
 
 MAX_PREFILL_ROWS = 8  # more rows of one step are run in further calls
-_NARROW_BLOCKS = 256
+NARROW_BLOCKS = 256  # of the narrowest block tables, where the context has as many
 _FEW_TOKENS = 512  # up to which a call takes little longer than reading weights
 
 
@@ -111,7 +111,7 @@ def make_buckets(
     return Buckets(
         prefill=tuple(sorted(alone | together)),
         advance_rows=ladder(1, max_num_seqs, 4),
-        table_blocks=ladder(_NARROW_BLOCKS, blocks, 16),
+        table_blocks=ladder(NARROW_BLOCKS, blocks, 16),
     )
 
 

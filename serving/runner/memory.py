@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from gdn_jax.config import ModelConfig
 from gdn_jax.kernels.dispatch import Implementation, tensor_cores_multiply
+from gdn_jax.kernels.paged_attention.prefill_tiles import MOST_SPLIT_TOKENS
 from gdn_jax.serving.core.errors import StartupError
 from gdn_jax.serving.runner.activations import advance_bytes, mosaic_prefill_bytes, prefill_bytes, score_bytes
 from gdn_jax.serving.runner.adjust import history_bytes_per_lane
@@ -22,7 +23,6 @@ from gdn_jax.sizes import kv_bytes_per_token, mtp_kv_bytes_per_token, parameter_
 _LOG = logging.getLogger(__name__)
 _GIB = 1 << 30
 _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-_SPLIT_TOKENS = 4096  # of a prefill call, from which on no attention is split on any GPU that Mosaic kernels run on
 _MEAN_TOKENS = 4096  # a conversation of middling length, for the split only
 _CHECKPOINTS_PER_REQUEST = 4  # prompt end, turn border, turn end, junction
 _SPARE = 4  # pools never exceed what this many full sets of the longest requests could fill
@@ -247,7 +247,7 @@ def _most_of_prefills(model: ModelConfig, item_bytes: int, buckets: Buckets, blo
     takes more memory.
     """
     tokens, rows = buckets.prefill[-1]
-    few = range(block_size, min(tokens, _SPLIT_TOKENS) + 1, block_size)
+    few = range(block_size, min(tokens, MOST_SPLIT_TOKENS) + 1, block_size)
     return max(
         mosaic_prefill_bytes(
             model, item_bytes, num_tokens=count, num_rows=num_rows, num_blocks=buckets.table_blocks[-1]
