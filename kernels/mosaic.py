@@ -9,6 +9,7 @@ barrier: what one stores another may not have loaded yet. Vectors are safe, sinc
 each of their stores (unless a kernel asks it not to).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,15 +24,15 @@ from jaxtyping import Array, Float, Shaped
 SWIZZLE_BYTES = 128
 
 
-def swizzled(dtype: DTypeLike) -> tuple[Any, ...]:  # of plgpu.Transform, which cannot be checked at run time
+# Transforms are of plgpu.Transform, which cannot be checked at run time.
+def swizzled(dtype: DTypeLike, num_bytes: int = SWIZZLE_BYTES) -> tuple[Any, ...]:
     """Return how a matrix lies in shared memory so that tensor cores and copies meet no bank conflicts.
 
-    Its columns are a multiple of 128 bytes, its rows of 8.
+    Its columns are a multiple of `num_bytes`, which are 128, 64 or 32; its rows of 8.
     """
-    columns = SWIZZLE_BYTES // jnp.dtype(dtype).itemsize
     # A method that these classes inherit is abstract to a type checker alone.
-    tiling = plgpu.TilingTransform((8, columns))  # pyright: ignore[reportAbstractUsage]
-    return tiling, plgpu.SwizzleTransform(SWIZZLE_BYTES)  # pyright: ignore[reportAbstractUsage]
+    tiling = plgpu.TilingTransform((8, num_bytes // jnp.dtype(dtype).itemsize))  # pyright: ignore[reportAbstractUsage]
+    return tiling, plgpu.SwizzleTransform(num_bytes)  # pyright: ignore[reportAbstractUsage]
 
 
 def row_by_row(columns: int) -> tuple[Any, ...]:  # of plgpu.Transform, which cannot be checked at run time
@@ -57,13 +58,21 @@ def product(left, right) -> jax.Array:
 
 def add_product(sums: jax.Array, left: jax.Array, right, *, interpret: bool) -> jax.Array:
     """Return `sums + left @ right`, with `right` alone in shared memory, by the tensor cores; for inside a kernel."""
+    return add_products(sums, [(left, right)], interpret=interpret)
+
+
+def add_products(sums: jax.Array, pairs: Sequence[tuple[jax.Array, Any]], *, interpret: bool) -> jax.Array:
+    """Return sums and the products of all pairs together, as `add_product` does of one."""
     if interpret:  # the interpreter's tensor cores take nothing from registers
-        values = plgpu.load(right)
-        plgpu.commit_smem()  # a tensor core reads as copies do; this read is to be ordered with them, too
-        return sums + jnp.dot(left, values, preferred_element_type=jnp.float32)
+        for left, right in pairs:
+            values = plgpu.load(right)
+            plgpu.commit_smem()  # a tensor core reads as copies do; this read is to be ordered with them, too
+            sums = sums + jnp.dot(left, values, preferred_element_type=jnp.float32)
+        return sums
 
     def multiply(accumulator):
-        plgpu.wgmma(accumulator, left, right)
+        for left, right in pairs:
+            plgpu.wgmma(accumulator, left, right)
 
     return lax.optimization_barrier(pl.run_state(multiply)(plgpu.WGMMAAccumulatorRef.init(sums)))
 

@@ -24,8 +24,8 @@ from gdn_jax.kernels.anchors import PrefillRows
 from gdn_jax.kernels.dispatch import Implementation
 from gdn_jax.kernels.gated_delta import DeltaInputs
 from gdn_jax.kernels.gated_delta.cases import PREFILL_BENCHMARKS, PrefillCase, make_rows
+from gdn_jax.kernels.gated_delta.chunk_grid import num_places, place_of_tokens
 from gdn_jax.kernels.gdn_mixer import MixerTokens, MixerWeights, RecurrentState, ReplayWindow, gdn_mixer_prefill
-from gdn_jax.kernels.gdn_mixer.chunk_grid import num_places, place_of_tokens
 from gdn_jax.kernels.gdn_mixer.mosaic_prefill import gdn_mixer_prefill as mosaic_prefill
 from gdn_jax.kernels.gdn_mixer.mosaic_prefill_inputs import Laid, prefill_inputs
 from gdn_jax.kernels.gdn_mixer.mosaic_prefill_norm import norm_from_grid

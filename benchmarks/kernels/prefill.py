@@ -3,14 +3,15 @@
     python -m benchmarks.kernels.prefill
 
 Every case is checked first against a float64 recurrence over some of its heads, with drawn keys and with strongly
-correlated ones, outputs and final states; a case whose check fails has no time. Where flash-linear-attention, FlashQLA
-or jax-linear-attention are installed, they run the same tokens from empty states; what FlashInfer publishes for an H200
-stands beside them as it is published. `--warpgroups` and `--stages` try other tiles.
+correlated ones, outputs and final states; a case whose check fails has no time. Tokens stand on the chunk grid before
+the clock starts, where the mixer's prefill writes them. Where flash-linear-attention, FlashQLA or jax-linear-attention
+are installed, they run the same tokens from empty states; what FlashInfer publishes for an H200 stands beside them as
+it is published. `--warpgroups` and `--stages` try other tiles.
 """
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -25,10 +26,12 @@ from benchmarks.kernels.device_time import Times, copy_bandwidth, matmul_rate, r
 from benchmarks.kernels.peers import jla_prefill, time_torch_prefill, torch_prefills
 from benchmarks.results_file import ResultRow
 from gdn_jax.kernels.dispatch import Implementation
-from gdn_jax.kernels.gated_delta import gdn_prefill, mosaic_prefill
+from gdn_jax.kernels.gated_delta import gdn_prefill
 from gdn_jax.kernels.gated_delta.cases import CASES, PREFILL_BENCHMARKS, PrefillArguments, PrefillCase, make_rows
+from gdn_jax.kernels.gated_delta.chunk_grid import num_places, place_of_tokens, take, token_of_places
 from gdn_jax.kernels.gated_delta.inputs import DeltaInputs
-from gdn_jax.kernels.gated_delta.tiles import PrefillTiles
+from gdn_jax.kernels.gated_delta.mosaic_prefill import gdn_prefill_on_grid
+from gdn_jax.kernels.gated_delta.tiles import PrefillTiles, prefill_tiles
 from gdn_jax.kernels.numerics import CHUNK
 
 _LOG = logging.getLogger(__name__)
@@ -51,7 +54,6 @@ _FLASHINFER = {
     "prefill/2x8/1x8192": 417,
 }
 _Carry = tuple[jax.Array, jax.Array]  # the outputs of the call before, and the pool
-Prefill = Callable[..., tuple[jax.Array, jax.Array]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +66,7 @@ class Options:
         implementation: which kernels: mosaic, or jax for the plain ones.
         repeats: timed runs.
         warpgroups: that multiply in one program of the serial kernel; 0: as the kernel chooses.
-        stages: chunks that shared memory holds for them.
+        stages: chunks that shared memory holds for them; 0: as the kernel chooses.
     """
 
     output: Path = Path("benchmarks/results/kernels-prefill.json")
@@ -72,15 +74,54 @@ class Options:
     implementation: Literal["mosaic", "jax"] = "mosaic"
     repeats: int = 7
     warpgroups: Literal[0, 1, 2] = 0
-    stages: int = 3
+    stages: int = 0
 
-    @property
-    def prefill(self) -> Prefill:
-        """The function that is timed: what the dispatch leads to, or the Mosaic one with tiles that were asked for."""
-        if self.warpgroups and self.implementation == "mosaic":
-            tiles = PrefillTiles(warpgroups=self.warpgroups, stages=self.stages)
-            return partial(mosaic_prefill.gdn_prefill, tiles=tiles)
-        return partial(gdn_prefill, implementation=Implementation(self.implementation))
+    def tiles(self, case: PrefillCase) -> PrefillTiles:
+        """Return the tiles that a case is run with."""
+        asked = {"warpgroups": self.warpgroups, "stages": self.stages}
+        chosen = prefill_tiles(case.num_rows * case.heads.num_value, case.heads.value_dim)
+        return replace(chosen, **{name: value for name, value in asked.items() if value})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prefill:
+    """What is timed, of arguments that are laid out before.
+
+    Attributes:
+        lay_out: makes the arguments, but for the pool.
+        run: of these and the pool.
+        take_back: outputs on the packed axis, for the check.
+    """
+
+    lay_out: Callable[[PrefillArguments], tuple]
+    run: Callable[..., tuple[jax.Array, jax.Array]]
+    take_back: Callable[[jax.Array, PrefillArguments], jax.Array]
+
+
+def prefill_of(case: PrefillCase, options: Options) -> Prefill:
+    """Return the Mosaic prefill on the chunk grid, or the plain one of packed tokens."""
+    if options.implementation == "jax":
+        return Prefill(
+            lay_out=lambda args: (args.q, args.inputs, args.rows),
+            run=partial(gdn_prefill, implementation=Implementation.JAX),
+            take_back=lambda outputs, args: outputs,
+        )
+
+    def lay_out(args: PrefillArguments) -> tuple:
+        token = token_of_places(place(args), num_places(case.num_tokens, case.num_rows))
+        tokens = jnp.concatenate([args.q, args.inputs.k, args.inputs.v], axis=1)
+        gates = {"g": args.inputs.g, "beta": args.inputs.beta}
+        by_chunk = {name: take(x, token).reshape(-1, CHUNK, case.heads.num_value) for name, x in gates.items()}
+        return take(tokens, token), by_chunk, args.rows
+
+    def place(args: PrefillArguments) -> jax.Array:
+        return place_of_tokens(args.rows, case.num_tokens)
+
+    return Prefill(
+        lay_out=jax.jit(lay_out),
+        run=partial(gdn_prefill_on_grid, num_key=case.heads.num_key, tiles=options.tiles(case)),
+        take_back=jax.jit(lambda outputs, args: take(outputs, place(args))),
+    )
 
 
 def draw(case: PrefillCase, seed: int, *, correlated: bool = False) -> PrefillArguments:
@@ -119,7 +160,8 @@ def check(case: PrefillCase, prefill: Prefill, *, correlated: bool) -> float:
         SystemExit: it is above its tolerance, so that no time would mean anything.
     """
     args = draw(case, 0, correlated=correlated)
-    outputs, pool = jax.jit(prefill)(args.q, args.inputs, args.rows, args.pool)
+    outputs, pool = jax.jit(prefill.run)(*prefill.lay_out(args), args.pool)
+    outputs = prefill.take_back(outputs, args)
     checked = np.linspace(0, case.heads.num_value - 1, _CHECKED_HEADS).astype(int)
     want, states = run_float64(case, args, checked)
     slots = np.asarray(args.rows.write_slot)
@@ -179,17 +221,18 @@ def time_case(case: PrefillCase, prefill: Prefill, repeats: int) -> Times:
     """Time a case on tokens that change from call to call."""
 
     def call(carry: _Carry, args: tuple) -> _Carry:
-        return lax.optimization_barrier(prefill(*args, carry[1]))  # outputs that nobody reads are computed too
+        return lax.optimization_barrier(prefill.run(*args, carry[1]))  # outputs that nobody reads are computed too
 
     count = min(_MOST_CALLS, max(2, -(-_LEAST_BYTES // moved_bytes(case))))
     drawn = [draw(case, seed) for seed in range(count)]
-    held = [(args.q, args.inputs, args.rows) for args in drawn]
-    return time_calls(call, (jnp.zeros_like(drawn[0].inputs.v), drawn[0].pool), held, repeats=repeats)
+    held, pool = [prefill.lay_out(args) for args in drawn], drawn[0].pool
+    outputs = jax.eval_shape(prefill.run, *held[0], pool)[0]
+    return time_calls(call, (jnp.zeros(outputs.shape, outputs.dtype), pool), held, repeats=repeats)
 
 
 def benchmark(case: PrefillCase, *, options: Options, bandwidth: float, rate: float) -> Iterator[ResultRow]:
     """Check, then time, one case; yields times, shares of copy and product, and peers' times."""
-    prefill = options.prefill  # one function for both checks, which compile it once
+    prefill = prefill_of(case, options)  # one function for both checks, which compile it once
     error = check(case, prefill, correlated=False)
     correlated = check(case, prefill, correlated=True)
     times = time_case(case, prefill, options.repeats)

@@ -1,18 +1,25 @@
 """The chain of products that carries a state from chunk to chunk: what a warpgroup of the serial kernel does.
 
+    V' = T W        S <- exp(G_n) S + K^T diag(exp(G_n - G)) V'        W = diag(beta) (V - diag(exp G) K S) of the next
+    O = diag(exp G) Q S + P V'
+
 It holds S^T `[64, dk]` of its value columns in float32 registers, from the read slot to the write slot. All it
 multiplies is transposed: each left operand is the result before it, rounded in registers, and each right operand lies
 in shared memory as it was copied there. So nothing on the way from one state to the next passes through shared memory,
 and a warpgroup waits for nothing but copies and its own products.
 
-What is not on that way runs beside it: the product of the queries while W is formed, that of the scores while the new
-state is rounded, and the storing of a chunk's outputs while the first products of the next one run.
+What is not on that way runs beside it: the product of the queries while V' is rounded, that of the scores while the new
+state is. Whatever a warp asks of shared memory waits behind the products that it has under way, since both take one
+queue. So gates and values are loaded before the first product of a chunk, or behind the very product that they are used
+with, and outputs are stored before the first product of the next chunk. A turn of the loop therefore begins with W
+known, when no product is under way.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -21,188 +28,178 @@ from jaxtyping import Array, Float
 
 from gdn_jax.kernels.anchors import NULL_SLOT
 from gdn_jax.kernels.gated_delta.mosaic_chunks import BETA, IN, OUT
-from gdn_jax.kernels.gated_delta.mosaic_cuts import ROWS, is_cut
+from gdn_jax.kernels.gated_delta.mosaic_ring import Ring, Span
 from gdn_jax.kernels.gated_delta.tiles import COLUMNS
-from gdn_jax.kernels.mosaic import RowsOverLanes, add_product, everywhere, over_rows, store_apart
+from gdn_jax.kernels.mosaic import add_product, everywhere, over_rows, store_apart
 from gdn_jax.kernels.numerics import CHUNK
 
-TOKENS = 32  # of a cut chunk, that are stored together
 _MATRIX = plgpu.Layout.WGMMA
-_TRANSPOSED = plgpu.Layout.WGMMA_TRANSPOSED
-_PLAIN = RowsOverLanes(TOKENS, 16, jnp.float16).matrix  # a token's columns side by side, whichever the 16-bit dtype
 _SHAPE = (COLUMNS, CHUNK)
+_Columns = Float[Array, "columns places"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class _Carried:
+    """What a warpgroup holds at the beginning of a chunk."""
+
+    state: Float[Array, "columns dk"]  # S^T
+    operand: Float[Array, "columns dk"]  # the same, rounded
+    wanted: _Columns  # W^T, rounded
+    output: _Columns  # O^T of the chunk before, rounded
 
 
 @dataclass(frozen=True, kw_only=True)
-class Span:
-    """The chunks of one row."""
+class _Aside:
+    """What is done for a chunk beside its products, each where there is time.
 
-    row: Array
-    count: Array  # of chunks; 0 for an empty row
-    number: Array  # of the first chunk
-    token: Array  # packed index of the token at its first place
-    lead: Array  # places of it before the row's first token
-    end: Array  # places from its first one to one past the row's last token
+    Attributes:
+        store_output: brings O^T of the chunk before to shared memory.
+        send_output: has it copied from there.
+        export_slot: loads the slot that the chunk's end is exported to.
+        next_chunk: the next chunk, once it has arrived.
+    """
 
-    def places(self, index: Array) -> tuple[Array, Array]:
-        """Return the first place of a chunk that holds a token, and one past the last."""
-        return jnp.maximum(self.lead - index * CHUNK, 0), jnp.minimum(self.end - index * CHUNK, CHUNK)
-
-
-def span_of(rows: dict[str, Any], row: Array) -> Span:
-    """Return the chunks of a row, numbered as by `chunk_slots`; for inside a kernel."""
-    offset, length = rows["offset"][row], rows["length"][row]
-    lead = rows["start"][row] & (CHUNK - 1)
-    count = lax.div(lead + length + (CHUNK - 1), jnp.int32(CHUNK))
-    return Span(
-        row=row,
-        count=jnp.where(length > 0, count, 0),
-        number=lax.div(offset, jnp.int32(CHUNK)) + 2 * row,
-        token=offset - lead,
-        lead=lead,
-        end=lead + length,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Columns:
-    """The value columns that a warpgroup owns."""
-
-    head: Array
-    there: Any  # of the head
-    here: Any  # of a stage's values
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ring:
-    """Chunks in shared memory: arrays by name `[size, ...]`, and two barriers for each stage."""
-
-    stage: dict[str, Any]
-    here: Any  # completes when a chunk has arrived
-    free: Any  # completes when all warpgroups have multiplied with it
-    size: int
-
-    def at(self, index: Array) -> Array:
-        """Return the stage of a chunk."""
-        return lax.rem(index, jnp.int32(self.size))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outputs:
-    """Where a warpgroup's outputs go, and the two tiles through which they go there."""
-
-    out: Any  # [T, Nv, dv] in global memory
-    swizzled: Any  # [CHUNK, COLUMNS], as tensor cores leave it, to be copied whole
-    plain: Any  # [TOKENS, COLUMNS], some tokens of a cut chunk, to be copied one after the other
+    store_output: Callable[[], None]
+    send_output: Callable[[], None]
+    export_slot: Callable[[], Array]
+    next_chunk: Callable[[], dict[str, Any]]
 
 
 def run_chunks(
-    span: Span, columns: Columns, ring: Ring, rows: dict[str, Any], pool: Any, outputs: Outputs, *, interpret: bool
+    span: Span, here: Any, ring: Ring, rows: dict[str, Any], pool: Any, out: Any, tile: Any, *, interpret: bool
 ) -> None:
-    """Carry a row's state from its read slot over all chunks to its write slot, for some columns."""
+    """Carry a row's state from its read slot over all chunks to its write slot, for some value columns.
+
+    Args:
+        span: the row's chunks.
+        here: the columns, of those of a stage.
+        ring: where the chunks arrive.
+        rows: fields of `PrefillRows`, in global memory.
+        pool: recurrent states of these columns `[slots, columns, dk]`, in global memory.
+        out: receives outputs of these columns on the grid axis, `[places, columns]` in global memory.
+        tile: room for those of a chunk, in shared memory.
+        interpret: whether this is traced for the interpreter.
+    """
     row, num_boundaries = span.row, rows["export_slot"].shape[1]
     read_slot = rows["read_slot"][row]
 
     def store_state(slot: Array, state: Array) -> None:
-        @pl.when(slot != NULL_SLOT)
-        def _() -> None:
-            store_apart(pool.at[slot, columns.head, columns.there], state.astype(pool.dtype))
+        pl.when(slot != NULL_SLOT)(lambda: store_apart(pool.at[slot], state.astype(pool.dtype)))
 
-    def export(index: Array, state: Array) -> None:
-        if num_boundaries:
-            is_boundary = (index < num_boundaries) & ((index + 1) * CHUNK <= span.end)
-            slot = rows["export_slot"][row, jnp.minimum(index, num_boundaries - 1)]
-            store_state(jnp.where(is_boundary, slot, NULL_SLOT), state)
+    def export_slot(index: Array) -> Array:
+        if num_boundaries == 0:
+            return jnp.int32(NULL_SLOT)
+        is_boundary = (index < num_boundaries) & ((index + 1) * CHUNK <= span.end)
+        slot = rows["export_slot"][row, jnp.minimum(index, num_boundaries - 1)]
+        return jnp.where(is_boundary, slot, NULL_SLOT)
 
-    def run_chunk(index: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        state, operand, output = carry
-        stage = ring.at(index)
-        plgpu.barrier_wait(ring.here.at[stage])
+    def store_output(output: Array) -> None:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what was sent last is to have left the tile
+        tile.transpose((1, 0))[...] = output
 
-        def store_last_output() -> None:
-            pl.when(index > 0)(lambda: _store_output(span, index - 1, columns, output, outputs))
+    def send_output(index: Array) -> None:
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(tile, out.at[span.places(index)])
 
-        chunk = {name: ref.at[stage] for name, ref in ring.stage.items()}
+    def wait(index: Array) -> dict[str, Any]:
+        """Return a chunk once it has arrived; past the end, where nobody reads what is made of it, the last one."""
+        pl.when(index < span.count)(lambda: ring.wait(index))
+        chunk = ring.chunk(jnp.minimum(index, span.count - 1))
+        return {**chunk, "v": chunk["v"].at[:, here]}
+
+    def run_chunk(index: Array, carry: _Carried) -> _Carried:
+        aside = _Aside(
+            store_output=lambda: store_output(carry.output),
+            send_output=lambda: pl.when(index > 0)(lambda: send_output(index - 1)),
+            export_slot=lambda: export_slot(index),
+            next_chunk=lambda: wait(index + 1),
+        )
         run = _run_interpreted if interpret else _run_overlapped
-        state, operand, output = run(state, operand, chunk, columns.here, store_last_output)
-        plgpu.barrier_arrive(ring.free.at[stage])
-        export(index, state)
-        return state, operand, output.astype(outputs.out.dtype)
+        carry, slot = run(carry, ring.chunk(index), aside)
+        ring.release(index)
+        store_state(slot, carry.state)
+        return carry
 
-    state = plgpu.load(pool.at[read_slot, columns.head, columns.there], layout=_MATRIX, optimized=False)
+    def run_all(state: Array) -> Array:
+        operand = state.astype(out.dtype)
+        chunk = wait(jnp.int32(0))
+        given = _given(chunk)
+        nothing = jnp.zeros(_SHAPE, jnp.float32)
+        at_keys = add_product(nothing, operand, chunk["k"].transpose((1, 0)), interpret=interpret)
+        wanted = (given.values - given.decays * at_keys).astype(out.dtype)
+        carry = _Carried(state=state, operand=operand, wanted=wanted, output=nothing.astype(out.dtype))
+        carry = lax.fori_loop(0, span.count, run_chunk, carry)
+        store_output(carry.output)
+        send_output(span.count - 1)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the tile, before the program ends
+        return carry.state
+
+    state = plgpu.load(pool.at[read_slot], layout=_MATRIX, optimized=False)
     # A choice, not a product: the null slot may hold NaN.
     state = jnp.where(everywhere(read_slot == NULL_SLOT, state.shape), jnp.zeros_like(state), state).astype(jnp.float32)
-    output = plgpu.layout_cast(jnp.zeros(_SHAPE, outputs.out.dtype), _MATRIX)
-    carry = state, state.astype(outputs.out.dtype), output
-    state, _, output = lax.fori_loop(0, span.count, run_chunk, carry)
-
-    pl.when(span.count > 0)(lambda: _store_output(span, span.count - 1, columns, output, outputs))
+    state = lax.cond(span.count > 0, run_all, lambda state: state, state)
     store_state(rows["write_slot"][row], state)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the tiles, before the program ends
 
 
-def _run_interpreted(
-    state: Float[Array, "columns dk"],
-    operand: Float[Array, "columns dk"],
-    chunk: dict[str, Any],
-    here: Any,
-    store_last_output: Callable[[], None],
-) -> tuple[Float[Array, "columns dk"], Float[Array, "columns dk"], Float[Array, "columns places"]]:
-    """Return S^T after a chunk, the same rounded for products, and O^T, one product after the other."""
-    decay_in, decay_out, beta = (over_rows(_gate(chunk, which), _SHAPE) for which in (IN, OUT, BETA))
-    nothing = jnp.zeros(_SHAPE, jnp.float32)
+def _run_interpreted(carry: _Carried, chunk: dict[str, Any], aside: _Aside) -> tuple[_Carried, Array]:
+    """Return what is held after a chunk, and the export's slot; one product after the other."""
+    dtype, nothing = carry.operand.dtype, jnp.zeros(_SHAPE, jnp.float32)
 
     def add(sums: Array, left: Array, right: Any) -> Array:
-        return add_product(sums, left.astype(operand.dtype), right, interpret=True)
+        return add_product(sums, left.astype(dtype), right, interpret=True)
 
-    at_keys = add(nothing, operand, chunk["k"].transpose((1, 0)))
-    at_queries = add(nothing, operand, chunk["q"].transpose((1, 0)))
-    store_last_output()
-    wanted = beta * (_values(chunk, here).astype(jnp.float32) - decay_in * at_keys)
-    written = add(nothing, wanted, chunk["inverses"])
-    after = add(_decay_of(chunk) * state, decay_out * written, chunk["k"])
-    return after, after.astype(operand.dtype), add(decay_in * at_queries, written, chunk["scores"])
+    aside.store_output()
+    aside.send_output()
+    written = add(nothing, carry.wanted, chunk["inverses"])
+    at_queries = add(nothing, carry.operand, chunk["q"].transpose((1, 0)))
+    kept = over_rows(_gate(chunk, OUT), _SHAPE) * written
+    state = add(_decay_of(chunk) * carry.state, kept, chunk["k"])
+    output = add(over_rows(_gate(chunk, IN), _SHAPE) * at_queries, written, chunk["scores"])
+    following = aside.next_chunk()
+    given = _given(following)
+    wanted = given.values - given.decays * add(nothing, state, following["k"].transpose((1, 0)))
+    carry = _Carried(state=state, operand=state.astype(dtype), wanted=wanted.astype(dtype), output=output.astype(dtype))
+    return carry, aside.export_slot()
 
 
-def _run_overlapped(
-    state: Float[Array, "columns dk"],
-    operand: Float[Array, "columns dk"],
-    chunk: dict[str, Any],
-    here: Any,
-    store_last_output: Callable[[], None],
-) -> tuple[Float[Array, "columns dk"], Float[Array, "columns dk"], Float[Array, "columns places"]]:
+def _run_overlapped(carry: _Carried, chunk: dict[str, Any], aside: _Aside) -> tuple[_Carried, Array]:
     """Return the same, with products under way that nothing waits for yet."""
-    dtype, sums = operand.dtype, plgpu.WGMMAAccumulatorRef
+    dtype, sums = carry.operand.dtype, plgpu.WGMMAAccumulatorRef
+    aside.store_output()
+    decay, decay_out = lax.optimization_barrier((_decay_of(chunk), _gate(chunk, OUT)))
 
-    def read(keys: Any, queries: Any) -> tuple[Array, Array, Array, Array]:
-        plgpu.wgmma(keys, operand, chunk["k"].transpose((1, 0)))
-        plgpu.wgmma(queries, operand, chunk["q"].transpose((1, 0)))
-        store_last_output()
-        decay_in, values = _gate(chunk, IN), _values(chunk, here)
-        wanted = values.astype(jnp.float32) - over_rows(decay_in, _SHAPE) * _when_done(keys, but=1)
-        wanted = (over_rows(_gate(chunk, BETA), _SHAPE) * wanted).astype(dtype)
+    def write(written: Any, queries: Any) -> tuple[_Carried, Array]:
+        plgpu.wgmma(written, carry.wanted, chunk["inverses"])
+        plgpu.wgmma(queries, carry.operand, chunk["q"].transpose((1, 0)))
+        aside.send_output()
+        start = lax.optimization_barrier(decay * carry.state)  # lest it be done when the product is, and not beside it
+        total = _when_done(written, but=1)
+        kept = (over_rows(decay_out, _SHAPE) * total).astype(dtype)
+        decay_in = _gate(chunk, IN)  # waits for the queries' product, as its use does
 
-        def write(written: Any) -> tuple[Array, Array, Array, Array]:
-            plgpu.wgmma(written, wanted, chunk["inverses"])
-            # Barriers, lest what follows be done when the product is, and not beside it.
-            decay_out, start = lax.optimization_barrier((_gate(chunk, OUT), _decay_of(chunk) * state))
-            at_queries = lax.optimization_barrier(over_rows(decay_in, _SHAPE) * _when_done(queries, but=1))
-            written = _when_done(written, but=0)
-            kept = (over_rows(decay_out, _SHAPE) * written).astype(dtype)  # first: the next state waits for it
-            return kept, written.astype(dtype), at_queries, start
+        def add(after: Any, output: Any) -> tuple[_Carried, Array]:
+            after[...] = start
+            plgpu.wgmma(after, kept, chunk["k"])
+            rounded = total.astype(dtype)
+            output[...] = over_rows(decay_in, _SHAPE) * _when_done(queries, but=1)
+            plgpu.wgmma(output, rounded, chunk["scores"])
+            slot, following = aside.export_slot(), aside.next_chunk()
+            state = _when_done(after, but=1)
+            operand = state.astype(dtype)
+            done = _when_done(output, but=0).astype(dtype)  # now: registers do not last for it and the keys' product
 
-        return pl.run_scoped(write, sums(_SHAPE))
+            def read(keys: Any) -> tuple[_Carried, Array]:
+                plgpu.wgmma(keys, operand, following["k"].transpose((1, 0)))
+                given = _given(following)  # waits for this product, as its use does
+                wanted = (given.values - given.decays * _when_done(keys, but=0)).astype(dtype)
+                return _Carried(state=state, operand=operand, wanted=wanted, output=done), slot
 
-    kept, written, at_queries, start = pl.run_scoped(read, sums(_SHAPE), sums(_SHAPE))
+            return pl.run_scoped(read, sums(_SHAPE))
 
-    def add(after: Any, output: Any) -> tuple[Array, Array, Array]:
-        after[...], output[...] = start, at_queries
-        plgpu.wgmma(after, kept, chunk["k"])
-        plgpu.wgmma(output, written, chunk["scores"])
-        state = _when_done(after, but=1)
-        return state, lax.optimization_barrier(state.astype(dtype)), _when_done(output, but=0)
+        return pl.run_scoped(add, sums((COLUMNS, carry.state.shape[1])), sums(_SHAPE))
 
-    return pl.run_scoped(add, sums((COLUMNS, state.shape[1])), sums(_SHAPE))
+    return pl.run_scoped(write, sums(_SHAPE), sums(_SHAPE))
 
 
 def _when_done(sums: Any, *, but: int) -> Array:
@@ -210,48 +207,25 @@ def _when_done(sums: Any, *, but: int) -> Array:
     return lax.optimization_barrier(plgpu.wgmma_accumulator_load(sums, wait_n=but))
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Given:
+    """What a chunk brings to W but for its product: W^T = values - decays * S^T K^T."""
+
+    values: _Columns  # (beta V)^T
+    decays: _Columns  # beta exp G, in every row
+
+
+def _given(chunk: dict[str, Any]) -> _Given:
+    values = plgpu.load(chunk["v"].transpose((1, 0)), layout=_MATRIX).astype(jnp.float32)
+    beta, decay_in = _gate(chunk, BETA), _gate(chunk, IN)
+    return _Given(values=over_rows(beta, _SHAPE) * values, decays=over_rows(beta * decay_in, _SHAPE))
+
+
 def _gate(chunk: dict[str, Any], which: int) -> Float[Array, "places"]:
     """Return IN, OUT or BETA of a chunk."""
     return plgpu.load(chunk["gates"].at[which], layout=_MATRIX.reduce(0), optimized=False)
 
 
-def _values(chunk: dict[str, Any], here: Any) -> Float[Array, "columns places"]:
-    """Return V^T."""
-    values = plgpu.load(chunk["v"].at[:, here].transpose((1, 0)), layout=_TRANSPOSED)
-    return plgpu.layout_cast(values, _MATRIX)
-
-
 def _decay_of(chunk: dict[str, Any]) -> Array:
     """Return the decay of a whole chunk."""
     return chunk["gates"][IN, CHUNK - 1]
-
-
-def _store_output(
-    span: Span, index: Array, columns: Columns, output: Float[Array, "columns places"], outputs: Outputs
-) -> None:
-    """Store a chunk's O from O^T: one copy, or token by token where the chunk is cut."""
-    first, end = span.places(index)
-    token, out = span.token + index * CHUNK, outputs.out
-    cut, there = is_cut(token, first, end), pl.ds(pl.multiple_of(token, ROWS), CHUNK)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what was stored last is to have left the tile
-    outputs.swizzled.transpose((1, 0))[...] = plgpu.layout_cast(output, _TRANSPOSED)
-
-    @pl.when(~cut)
-    def _() -> None:
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(outputs.swizzled, out.at[there, columns.head, columns.there])
-
-    @pl.when(cut)
-    def _() -> None:
-        # Only a swizzled tile takes O^T as O without conflicts; only a plain one can be copied from any token on.
-        for begin in range(0, CHUNK, TOKENS):
-            outputs.plain[...] = plgpu.load(outputs.swizzled.at[pl.ds(begin, TOKENS)], layout=_PLAIN)
-            plgpu.commit_smem()
-
-            def store_token(place: Array, nothing: None, begin: int = begin) -> None:
-                to = out.at[pl.ds(token + place, 1), columns.head, columns.there]
-                plgpu.copy_smem_to_gmem(outputs.plain.at[pl.ds(place - begin, 1)], to)
-                return nothing
-
-            lax.fori_loop(jnp.maximum(first, begin), jnp.minimum(end, begin + TOKENS), store_token, None)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the next tokens take the same place

@@ -30,28 +30,34 @@ class AdvanceTiles:
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillTiles:
-    """How the serial kernel of the prefill is cut up.
+    """How the serial kernel of the prefill is cut up; no choice changes a bit of what is computed.
 
     Attributes:
         warpgroups: those that multiply in one program; each owns COLUMNS value columns of one head.
-        stages: chunks that shared memory holds for them.
+        stages: chunks that shared memory holds for them; 2 or more, as a chunk is released after the next one is read.
         chain_registers: of a thread that multiplies, where more than one warpgroup does.
-        load_registers: of a thread that loads, then.
+        copy_registers: of a thread that copies, then.
     """
 
     warpgroups: int
     stages: int
     chain_registers: int = 240
-    load_registers: int = 24
+    copy_registers: int = 24
+
+    def __post_init__(self) -> None:
+        if self.warpgroups not in (1, 2):
+            raise ValueError(f"a program must have 1 or 2 warpgroups that multiply; got {self.warpgroups}")
+        if self.stages < 2:
+            raise ValueError(f"stages must be 2 or more, a chunk and the next one; got {self.stages}")
 
 
-def prefill_tiles() -> PrefillTiles:
-    """Choose tiles for an H200.
+def prefill_tiles(num_states: int, value_dim: int) -> PrefillTiles:
+    """Choose tiles for an H200 and `num_states` states, one for each row and value head.
 
-    Two warpgroups share what they load, which should pay where rows and heads are many, but spill 16 bytes; they have
-    not been timed.
+    Two warpgroups share what is copied and hide each other's waits, but fill half as many multiprocessors.
     """
-    return PrefillTiles(warpgroups=1, stages=3)
+    num_programs = num_states * value_dim // COLUMNS
+    return PrefillTiles(warpgroups=2 if num_programs > MULTIPROCESSORS and value_dim > COLUMNS else 1, stages=3)
 
 
 def advance_tiles(num_states: int, value_dim: int, window: int, state_dtype: jnp.dtype) -> AdvanceTiles:

@@ -1,7 +1,6 @@
 """The mixer in prefill for Hopper GPUs: one kernel before the delta rule, the delta rule's two, and one for the norm.
 
-Between the first and the last, tokens stand on the grid axis of `chunk_grid.py`: no chunk is cut there, so that the
-delta rule lays nothing out.
+Between the first and the last, tokens stand on the grid axis of `gated_delta/chunk_grid.py`.
 """
 
 from functools import partial
@@ -10,9 +9,9 @@ import jax
 from jaxtyping import Array, Float
 
 from gdn_jax.kernels.anchors import PrefillRows
+from gdn_jax.kernels.gated_delta.chunk_grid import place_of_tokens
 from gdn_jax.kernels.gated_delta.mosaic_prefill import gdn_prefill_on_grid
 from gdn_jax.kernels.gated_delta.tiles import PrefillTiles, check_mixer, check_operands
-from gdn_jax.kernels.gdn_mixer.chunk_grid import place_of_tokens, rows_on_grid
 from gdn_jax.kernels.gdn_mixer.inputs import MixerTokens, MixerWeights
 from gdn_jax.kernels.gdn_mixer.mosaic_prefill_inputs import prefill_inputs
 from gdn_jax.kernels.gdn_mixer.mosaic_prefill_norm import norm_from_grid
@@ -58,7 +57,7 @@ def gdn_mixer_prefill(
     laid, conv = prefill_inputs(tokens, weights, rows, state.conv, num_key=num_key, tiles=tiles)
     on_grid, pool = laid.pop("tokens"), state.recurrent
     out, recurrent = gdn_prefill_on_grid(
-        on_grid, laid, rows_on_grid(rows), pool, num_key=num_key, tiles=delta_tiles, interpret=interpret
+        on_grid, laid, rows, pool, num_key=num_key, tiles=delta_tiles, interpret=interpret
     )
     mixed = norm_from_grid(out, tokens, place_of_tokens(rows, num_tokens), weights.norm, eps=eps)
     return mixed, RecurrentState(recurrent=recurrent, conv=conv, replay=state.replay)

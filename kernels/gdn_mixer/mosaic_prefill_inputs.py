@@ -3,9 +3,9 @@
     u = conv(raw);  [q | k | v] = silu(u);  q, k normalised, q scaled;  g = -exp(A_log) softplus(a + dt_bias)
     beta = sigmoid(b);  convolution windows from the read slots to the write slots and the exports
 
-Results go to the grid axis of `chunk_grid.py`, where the delta rule's kernels read them as they lie. A program does one
-or two heads of q, of k or of v for a tile: some places of one chunk (`mosaic_prefill_tiles.py`). Programs of one part
-more than there are of heads make the gates (`mosaic_prefill_gates.py`).
+Results go to the grid axis of `gated_delta/chunk_grid.py`, where the delta rule's kernels read them as they lie. A
+program does one or two heads of q, of k or of v for a tile: some places of one chunk (`mosaic_prefill_tiles.py`).
+Programs of one part more than there are of heads make the gates (`mosaic_prefill_gates.py`).
 
 A slot may be read and written in one call, by one row. All reads of a row's initial window are therefore made by one
 program for each part, which writes the final window when it is done: the one that has the row's first token. It does
@@ -23,7 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from gdn_jax.kernels.anchors import NULL_SLOT, PrefillRows
-from gdn_jax.kernels.gdn_mixer.chunk_grid import NOBODY, num_places, row_of_chunks
+from gdn_jax.kernels.gated_delta.chunk_grid import NOBODY, num_places, row_of_chunks
 from gdn_jax.kernels.gdn_mixer.inputs import MixerTokens, MixerWeights
 from gdn_jax.kernels.gdn_mixer.mosaic_arithmetic import normalized
 from gdn_jax.kernels.gdn_mixer.mosaic_prefill_channels import Channels, Groups
@@ -58,8 +58,7 @@ def prefill_inputs(
 
     Returns:
         `tokens` on the grid axis, heads of q, of k and of v side by side, zeros where no token stands, anything in
-        chunks that no row uses; `g` and `beta` of the same tokens, by chunk as `chunk_slots` numbers the chunks of rows
-        on the grid axis; the windows.
+        chunks that no row uses; `g` and `beta` of the same tokens, float32, by chunk of that axis; the windows.
     """
     num_tokens, num_rows = tokens.packed.shape[0], rows.offset.shape[0]
     num_value, width = tokens.num_heads, tokens.width
@@ -71,7 +70,7 @@ def prefill_inputs(
 
     packed = by_head(tokens.packed)
     laid = jax.ShapeDtypeStruct((places // groups.length, groups.length, num_heads, width), packed.dtype)
-    gate = jax.ShapeDtypeStruct((places // CHUNK + 2 * num_rows, CHUNK, num_value), jnp.float32)
+    gate = jax.ShapeDtypeStruct((places // CHUNK, CHUNK, num_value), jnp.float32)
     barriers = groups.room(tiles.heads, packed.dtype)
     inputs = barriers.pop("inputs")
     windows = jax.new_ref(by_head(conv))
@@ -156,7 +155,7 @@ def _make_body(tiles: MixerTiles, groups: Groups, key_parts: int) -> Callable[..
 
         def run_tile_gates(row: Row) -> None:
             own = row.own_tile(tile)
-            chunk = row.span.number + 2 * row.index + lax.div(own, jnp.int32(per_chunk))
+            chunk = row.span.number + lax.div(own, jnp.int32(per_chunk))
             to = {"g": g.at[chunk], "beta": beta.at[chunk]}
             has_places = own < row.span.count * per_chunk
             pl.when(has_places)(lambda: run_gates(tokens, row, row.tile(own), weights, to, room[1], gates_loaded))

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from gdn_jax.kernels.gdn_mixer.chunk_grid import NOBODY
+from gdn_jax.kernels.gated_delta.chunk_grid import NOBODY
 from gdn_jax.kernels.gdn_mixer.inputs import MixerTokens
 from gdn_jax.kernels.gdn_mixer.mosaic_arithmetic import silu
 from gdn_jax.kernels.mosaic import HeadsOverWarps, everywhere, over_columns, over_rows

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from gdn_jax.kernels.gated_delta.mosaic_chain import Span, span_of
+from gdn_jax.kernels.gated_delta.mosaic_ring import Span, span_of
 from gdn_jax.kernels.numerics import CHUNK
 
 

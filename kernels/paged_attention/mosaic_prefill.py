@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int
 
 from gdn_jax.kernels.anchors import PrefillRows
 from gdn_jax.kernels.mosaic import swizzled
-from gdn_jax.kernels.mosaic_blanks import fill_gaps
+from gdn_jax.kernels.paged_attention.mosaic_blanks import fill_gaps
 from gdn_jax.kernels.paged_attention.mosaic_combine import CombineSizes, combine_parts
 from gdn_jax.kernels.paged_attention.mosaic_pages import Part, ring_of
 from gdn_jax.kernels.paged_attention.mosaic_strip import Turns, attend_strip

@@ -12,8 +12,7 @@ import math
 
 from gdn_jax.config import ModelConfig
 from gdn_jax.kernels.chunk_table import max_chunks
-from gdn_jax.kernels.gated_delta.chunk_slots import num_slots
-from gdn_jax.kernels.gdn_mixer.chunk_grid import num_places
+from gdn_jax.kernels.gated_delta.chunk_grid import num_places
 from gdn_jax.kernels.numerics import CHUNK
 from gdn_jax.kernels.paged_attention.plain import KEY_TILE
 from gdn_jax.kernels.paged_attention.prefill_tiles import choose_prefill_tiles, parts_shape
@@ -65,7 +64,7 @@ def mosaic_prefill_bytes(
     """
     num_value, value_width = model.num_linear_value_heads, model.num_linear_value_heads * model.linear_value_dim
     places = num_places(num_tokens, num_rows)
-    chunks = num_slots(places, num_rows)
+    chunks = places // CHUNK
     # Projections, up to the norm, whose gate is among them. On the grid q, k and v, and outputs. Of each chunk and
     # value head two matrices; of each of its places g and beta, which become two decays and beta.
     projections = model.conv_channels + value_width + 2 * num_value + model.linear_value_dim

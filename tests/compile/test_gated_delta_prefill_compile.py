@@ -36,21 +36,21 @@ def assert_in_place(report: Report, heads: Heads, num_slots: int, state_bytes: i
     assert report.spill_bytes == 0
     assert all(kernel.stack_bytes == 0 for kernel in report.kernels)
     assert report.aliased_bytes == num_slots * heads.num_value * heads.value_dim * heads.key_dim * state_bytes
-    assert report.copies == ()
+    # Rows are laid out by a table of tokens, which is filled by a scatter.
+    assert not [shape for shape in report.copies if shape.startswith(("f32[", "bf16[", "f16["))]
     names = [kernel.name.removesuffix("_mosaic_gpu_kernel") for kernel in report.kernels]
-    assert names == ["gdn_prefill_cuts", "gdn_prefill_chunks", "gdn_prefill_states"]
-    _, chunks, _ = report.kernels
-    is_odd = heads.num_value // heads.num_key % 2
-    assert chunks.registers <= (168 if is_odd else 128)  # three or four programs of it on a multiprocessor
+    assert names == ["gdn_prefill_chunks", "gdn_prefill_states"]
+    chunks, _ = report.kernels
+    assert chunks.registers <= 128  # four programs of it on a multiprocessor
 
 
 @pytest.mark.parametrize(("num_rows", "num_slots"), [(1, BEYOND_32_BITS), (8, 300)])
 def test_real_sizes_compile_in_place_with_room_for_what_every_chunk_contributes(num_rows: int, num_slots: int) -> None:
     report = compiled(REAL, num_tokens=8192, num_rows=num_rows, num_slots=num_slots)
     assert_in_place(report, REAL, num_slots)
-    # Cut chunks like the tokens themselves, two matrices for each chunk and value head, gates: no state of any chunk.
+    # Tokens and outputs on the grid, two matrices for each chunk and value head, gates: no state of any chunk.
     chunks = 8192 // 64 + 2 * num_rows
-    per_chunk = 64 * (2 * 16 + 32) * 128 * 2 + 32 * (2 * 64 * 64 * 2 + 5 * 64 * 4)
+    per_chunk = 64 * (2 * 16 + 2 * 32) * 128 * 2 + 32 * (2 * 64 * 64 * 2 + 5 * 64 * 4)
     assert report.temporary_bytes <= 1.05 * chunks * per_chunk
 
 

@@ -26,11 +26,17 @@ from gdn_jax.kernels.gated_delta.cases import (
     Span,
     make_prefill,
 )
-from gdn_jax.kernels.gated_delta.chunk_slots import chunk_slots, num_slots
 from gdn_jax.kernels.gated_delta.mosaic_prefill import gdn_prefill as mosaic_prefill
-from gdn_jax.kernels.gated_delta.mosaic_substitution import PADDED, PAIR, SLICE, substitute_forward
-from gdn_jax.kernels.gated_delta.tiles import PrefillTiles
-from gdn_jax.kernels.mosaic import row_by_row
+from gdn_jax.kernels.gated_delta.mosaic_substitution import (
+    HALF,
+    PAIR,
+    inverse_scratch,
+    merge_halves,
+    store_gram,
+    store_parts,
+    substitute_forward,
+)
+from gdn_jax.kernels.gated_delta.tiles import PrefillTiles, prefill_tiles
 from gdn_jax.kernels.numerics import CHUNK
 
 # 16-bit operands carry 8 or 11 bits, and a chunk sums 64 products of them.
@@ -92,14 +98,20 @@ def test_tokens_between_rows_that_no_row_owns_have_outputs_of_zero() -> None:
     args = make_prefill(narrow("lengths", spans=(Span(0, 256),)))
     begin, length = np.array([10, 100, 0, 203]), np.array([30, 70, 0, 1])
     args = with_rows(args, offset=begin, length=length, start=[0, 6, 0, 0], write_slot=[5, 6, 0, 7])
-    outputs, _ = prefill(args)
     owned = np.zeros(256, bool)
     for first, count in zip(begin, length, strict=True):
         owned[first : first + count] = True
+    outputs, _ = prefill(poisoned(args, ~owned))
     assert (outputs[~owned] == 0).all()
     assert (np.abs(outputs[owned]).max(axis=(1, 2)) > 0).all()
     want, _ = oracle.delta_prefill(args.q, args.inputs, args.rows, args.pool)
     assert_close(outputs, want, TOLERANCES[USUAL])
+
+
+def poisoned(args: PrefillArguments, where: np.ndarray) -> PrefillArguments:
+    """Return the arguments with NaN for some tokens."""
+    q, inputs = jax.tree.map(lambda x: x.at[where].set(jnp.nan), (args.q, args.inputs))
+    return replace(args, q=q, inputs=inputs)
 
 
 def test_a_16_bit_pool_holds_the_float32_state_rounded_once() -> None:
@@ -165,37 +177,60 @@ def test_tiles_change_no_bit() -> None:
     assert [array.tobytes() for array in one] == [array.tobytes() for array in two]
 
 
-@pytest.mark.parametrize("case", [*PREFILL_TESTS, narrow("lengths", spans=(Span(63, 2),) * 4)], ids=lambda c: c.name)
-def test_chunks_of_all_rows_have_numbers_of_their_own_and_hold_every_token_once(case: PrefillCase) -> None:
-    rows = make_prefill(case).rows
-    slots = chunk_slots(rows, case.num_tokens)
-    held = []
-    for token, first, end in np.asarray(slots):
-        held += range(token + first, token + end)
-    assert len(slots) == num_slots(case.num_tokens, case.num_rows)
-    assert held == list(range(int(np.asarray(rows.length).sum())))
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_inverses_of_drawn_zero_and_repeated_keys_equal_the_float64_ones(dtype) -> None:
+    rng = np.random.default_rng(0)
+    drawn = rng.standard_normal((CHUNK, 2 * CHUNK))
+    shared = drawn * 0.3 + rng.standard_normal(2 * CHUNK)
+    strengths = np.stack([np.ones(CHUNK), rng.uniform(size=CHUNK)])
+    for keys in (drawn, shared, np.ones_like(drawn), np.zeros_like(drawn)):
+        keys = keys / np.maximum(np.linalg.norm(keys, axis=1, keepdims=True), 1e-30)
+        gram = keys @ keys.T
+        got = invert(gram, strengths, dtype)
+        for inverse, strength in zip(got, strengths, strict=True):
+            want = np.linalg.inv(np.eye(CHUNK) + np.tril(strength[:, None] * gram, -1)).T
+            assert (np.tril(inverse, -1) == 0).all()
+            assert (np.diagonal(inverse) == 1).all()
+            assert_close(inverse, want, 2e-6 if dtype == jnp.float32 else 2e-5)
 
 
-def test_substitution_inverts_drawn_matrices_and_those_of_repeated_keys() -> None:
-    drawn = np.tril(np.random.default_rng(0).standard_normal((CHUNK, CHUNK)), -1) * 0.3
-    lower = np.stack([drawn, np.tril(np.ones((CHUNK, CHUNK)), -1)])
+def invert(gram: np.ndarray, strengths: np.ndarray, dtype) -> np.ndarray:
+    """Return X^T of both heads as a kernel does for keys of a dtype, from K K^T and beta."""
+    halves_of_gram, halves, parts = inverse_scratch(dtype)
 
-    def body(lower, out, matrices, loaded) -> None:
-        plgpu.copy_gmem_to_smem(lower, matrices, loaded)
-        plgpu.barrier_wait(loaded)
-        substitute_forward(matrices)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(matrices, out)
-        plgpu.wait_smem_to_gmem(0)
+    def body(gram, strengths, out, diagonal, halves, parts, here) -> None:
+        plgpu.copy_gmem_to_smem(strengths, here["strengths"], here["loaded"])
+        plgpu.barrier_wait(here["loaded"])
+        matrix = plgpu.load(gram, layout=plgpu.Layout.WGMMA, optimized=False)
+        store_gram(matrix, diagonal, interpret=not ON_GPU)
+        substitute_forward(diagonal, here["strengths"], halves)
+        store_parts(matrix[:, HALF:], parts["corner"])
+        for member in range(PAIR):
+            strength = here["strengths"].at[member, 1]
+            out[member] = merge_halves(halves.at[member], strength, **parts, interpret=not ON_GPU)
 
-    shape = (PAIR, CHUNK, PADDED)
-    scratch = (plgpu.SMEM(shape, jnp.float32, transforms=row_by_row(SLICE)), plgpu.Barrier())
-    invert = plgpu.kernel(body, out_type=jax.ShapeDtypeStruct(shape, jnp.float32), scratch_types=scratch)
-    padded = jnp.asarray(np.pad(lower, ((0, 0), (0, 0), (0, PADDED - CHUNK))), jnp.float32)
-    got = np.asarray(run_mosaic(lambda: invert(padded)))[:, :, :CHUNK]
-    want = np.linalg.inv(np.eye(CHUNK) + lower).swapaxes(1, 2)
-    for inverse, right in zip(got, want, strict=True):
-        assert_close(np.triu(inverse), right, 1e-6)
+    strengths_here = plgpu.SMEM((PAIR, 2, HALF), jnp.float32)
+    run = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((PAIR, CHUNK, CHUNK), jnp.float32),
+        scratch_types=(halves_of_gram, halves, parts, {"strengths": strengths_here, "loaded": plgpu.Barrier()}),
+    )
+    operands = jnp.asarray(gram, jnp.float32), jnp.asarray(strengths, jnp.float32).reshape(PAIR, 2, HALF)
+    return np.asarray(run_mosaic(lambda: run(*operands)))
+
+
+def test_two_warpgroups_run_where_programs_are_more_than_multiprocessors() -> None:
+    for num_states, value_dim, warpgroups in ((64, 128, 1), (66, 128, 1), (67, 128, 2), (1024, 64, 1)):
+        assert prefill_tiles(num_states, value_dim).warpgroups == warpgroups
+
+
+def test_tiles_that_would_wait_for_ever_or_own_no_column_are_refused() -> None:
+    with pytest.raises(ValueError, match="stages must be 2 or more"):
+        PrefillTiles(warpgroups=1, stages=1)
+    with pytest.raises(ValueError, match="must have 1 or 2 warpgroups"):
+        PrefillTiles(warpgroups=3, stages=2)
+    with pytest.raises(ValueError, match="2 warpgroups must share a head's 64 value columns"):
+        prefill(make_prefill(narrow("one-row")), PrefillTiles(warpgroups=2, stages=2))
 
 
 def test_operands_of_different_dtypes_and_sizes_that_it_cannot_run_are_refused() -> None:

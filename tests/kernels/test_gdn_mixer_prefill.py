@@ -17,9 +17,15 @@ from mosaic_runs import ON_GPU, run_mosaic
 
 from gdn_jax.kernels.anchors import NULL_SLOT, PrefillRows
 from gdn_jax.kernels.causal_conv1d import causal_conv1d_prefill
-from gdn_jax.kernels.dispatch import Implementation, UnsupportedKernelError
+from gdn_jax.kernels.dispatch import Implementation
 from gdn_jax.kernels.gated_delta import DeltaInputs, delta_inputs
 from gdn_jax.kernels.gated_delta.cases import Heads, PrefillCase, Span, make_rows
+from gdn_jax.kernels.gated_delta.chunk_grid import (
+    NOBODY,
+    num_places,
+    place_of_tokens,
+    used_chunks,
+)
 from gdn_jax.kernels.gated_rms_norm import gated_rms_norm
 from gdn_jax.kernels.gdn_mixer import (
     MixerTokens,
@@ -29,7 +35,6 @@ from gdn_jax.kernels.gdn_mixer import (
     gdn_mixer_prefill,
     mosaic_prefill,
 )
-from gdn_jax.kernels.gdn_mixer.chunk_grid import NOBODY, num_places, place_of_tokens, row_of_chunks, rows_on_grid
 from gdn_jax.kernels.gdn_mixer.mosaic_prefill_inputs import prefill_inputs
 from gdn_jax.kernels.gdn_mixer.mosaic_prefill_norm import norm_from_grid
 from gdn_jax.kernels.gdn_mixer.tiles import MixerTiles, mixer_tiles
@@ -47,6 +52,7 @@ PACKINGS = {
     "exports within the window": ((62, 2), (61, 3), (63, 1), (62, 70)),
     "windows that reach back over a tile": ((30, 40), (31, 33), (94, 3)),
     "empty rows": ((0, 0), (64, 0), (70, 20), (5, 0)),
+    "two chunks each": ((63, 2), (63, 2), (63, 2), (63, 2)),
     "nothing": (),
 }
 
@@ -176,13 +182,11 @@ def assert_laid_out(args: Arguments, tiles: MixerTiles, tolerance: float) -> Non
         mixed, tokens.a, tokens.b, weights.a_log, weights.dt_bias, num_key_heads=num_key, key_dim=width
     )
     close(conv, want_conv, 0.0)
-    on_axis = rows_on_grid(rows)
-    for row, (offset, length) in enumerate(np.stack([on_axis.offset, on_axis.length], axis=1)):
-        used, chunks = slice(offset, offset + length), np.arange(length // CHUNK) + offset // CHUNK + 2 * row
-        for name, packed in {"q": q, "k": inputs.k, "v": inputs.v}.items():
-            close(laid[name][used], on_grid(packed, rows)[used], tolerance)
-        for name, packed in {"g": inputs.g, "beta": inputs.beta}.items():
-            close(laid[name][chunks].reshape(-1, packed.shape[1]), on_grid(packed, rows)[used], 1e-5)
+    used = np.repeat(np.asarray(used_chunks(rows, len(laid["g"]))), CHUNK)
+    for name, packed in {"q": q, "k": inputs.k, "v": inputs.v}.items():
+        close(laid[name][used], on_grid(packed, rows)[used], tolerance)
+    for name, packed in {"g": inputs.g, "beta": inputs.beta}.items():
+        close(laid[name].reshape(-1, packed.shape[1])[used], on_grid(packed, rows)[used], 1e-5)
 
 
 class TestInputs:
@@ -286,47 +290,3 @@ class TestNorm:
         assert got.dtype == dtype
         close(got[:8], want[:8], TOLERANCE if dtype == "float32" else 2.0**-8)
         assert (np.asarray(got[8:], np.float32) == 0).all(), "tokens that no row owns"
-
-
-class TestGrid:
-    @pytest.mark.parametrize("name", PACKINGS)
-    def test_rows_have_chunks_of_their_own_and_tokens_their_absolute_places(self, name: str) -> None:
-        rows = draw(*PACKINGS[name])[2]
-        rows = replace(rows, offset=jnp.where(rows.length > 0, rows.offset, 0))  # that of an empty row says nothing
-        on_axis, row_of = rows_on_grid(rows), np.asarray(row_of_chunks(rows, 200))
-        place = np.asarray(place_of_tokens(rows, 200))
-        assert len(row_of) * CHUNK == num_places(200, 4)
-        for row in range(4):
-            own = np.flatnonzero(row_of == row)
-            first, length = int(on_axis.offset[row]), int(on_axis.length[row])
-            if length == 0:  # a chunk of nobody else, from which its windows are moved
-                assert len(own) == 1
-                continue
-            assert own.tolist() == list(range(first // CHUNK, (first + length) // CHUNK))
-            tokens = np.arange(int(rows.length[row]))
-            positions = np.asarray(rows.start)[row] + tokens
-            assert (place[int(rows.offset[row]) + tokens] % CHUNK == positions % CHUNK).all()
-            assert (place[int(rows.offset[row]) + tokens] == first + int(rows.start[row]) % CHUNK + tokens).all()
-            assert length - CHUNK < int(rows.start[row]) % CHUNK + len(tokens) <= length
-        assert (place == NOBODY).sum() == 200 - int(rows.length.sum())
-
-
-@pytest.mark.parametrize("num_tokens", [64, 512, 2048, 8192])
-@pytest.mark.parametrize("heads", [(16, 32), (2, 8), (1, 1), (3, 6), (16, 48)])
-def test_tiles_divide_heads_and_chunks_and_fill_a_device(num_tokens: int, heads: tuple[int, int]) -> None:
-    tiles = mixer_tiles(num_tokens, *heads)
-    assert all(count % tiles.heads == 0 for count in heads)
-    assert CHUNK % tiles.places == 0
-    assert tiles.places in (16, CHUNK) or num_tokens // tiles.places * (2 * heads[0] + heads[1]) >= 132
-
-
-def test_what_the_mosaic_mixer_cannot_run_is_refused() -> None:
-    args = draw((0, 4), num_tokens=64, dtype="float32")
-    wide = (*args[:3], replace(args[3], recurrent=jnp.zeros((16, 1, 128, 64))))
-    with pytest.raises(UnsupportedKernelError, match="must all be bfloat16 or all float16"):
-        mosaic_prefill.gdn_mixer_prefill(*args, eps=EPS)
-    with pytest.raises(UnsupportedKernelError, match="of one width for the Mosaic mixer; got 64 and 128"):
-        mosaic_prefill.gdn_mixer_prefill(*wide, eps=EPS)
-    many = draw((0, 4), num_tokens=64, dtype="bfloat16", taps=10)
-    with pytest.raises(UnsupportedKernelError, match="at most 9 taps for the Mosaic mixer; got 10"):
-        mosaic_prefill.gdn_mixer_prefill(*many, eps=EPS)

@@ -1,4 +1,4 @@
-"""Zeros for the outputs of tokens that no row owns: what some programs of the Mosaic prefills do beside the rows."""
+"""Zeros for the outputs of tokens that no row owns: what some programs of the prefill do beside the rows."""
 
 from typing import Any
 
