@@ -16,7 +16,7 @@ from gdn_jax.kernels.gdn_mixer.inputs import MixerTokens, MixerWeights
 from gdn_jax.kernels.gdn_mixer.mosaic_prefill_inputs import prefill_inputs
 from gdn_jax.kernels.gdn_mixer.mosaic_prefill_norm import norm_from_grid
 from gdn_jax.kernels.gdn_mixer.state import RecurrentState
-from gdn_jax.kernels.gdn_mixer.tiles import MixerTiles, check_taps, mixer_tiles
+from gdn_jax.kernels.gdn_mixer.tiles import MixerTiles, check_taps, check_tiles, mixer_tiles
 
 
 @partial(jax.jit, static_argnames=("eps", "tiles", "delta_tiles", "interpret"))
@@ -45,6 +45,7 @@ def gdn_mixer_prefill(
 
     Raises:
         UnsupportedKernelError: for what `check_mixer`, `check_operands` and `check_taps` refuse.
+        ValueError: for what `check_tiles` refuses.
     """
     num_tokens, dtype = tokens.packed.shape[0], tokens.packed.dtype
     num_key, key_dim = state.replay.delta.k.shape[2:]
@@ -54,6 +55,7 @@ def gdn_mixer_prefill(
         check_operands(dtype)
     check_taps(weights.taps.shape[0])
     tiles = tiles or mixer_tiles(num_tokens, num_key, num_value)
+    check_tiles(tiles, num_value)
     laid, conv = prefill_inputs(tokens, weights, rows, state.conv, num_key=num_key, tiles=tiles)
     on_grid, pool = laid.pop("tokens"), state.recurrent
     out, recurrent = gdn_prefill_on_grid(

@@ -28,10 +28,22 @@ def mixer_tiles(num_tokens: int, num_key: int, num_value: int) -> MixerTiles:
     """Choose tiles such that every multiprocessor has programs enough."""
     heads = 1 if num_key % 2 or num_value % 2 else 2
     places, parts = CHUNK, (2 * num_key + num_value) // heads
-    least = max(16, CHUNK // (num_value & -num_value) * 2)  # so that the gates of its places take every thread once
-    while places > least and num_tokens // places * parts < _PROGRAMS:
+    while places > least_places(num_value) and num_tokens // places * parts < _PROGRAMS:
         places //= 2
     return MixerTiles(heads=heads, places=places)
+
+
+def least_places(num_value: int) -> int:
+    """Return the least places of a tile: so many that the gates of them take every thread once."""
+    return min(max(16, CHUNK // (num_value & -num_value) * 2), CHUNK)
+
+
+def check_tiles(tiles: MixerTiles, num_value: int) -> None:
+    """Raise ValueError if the gates of a tile would not be made."""
+    if tiles.places < least_places(num_value):
+        raise ValueError(
+            f"a tile must have {least_places(num_value)} places or more for {num_value} value heads; got {tiles.places}"
+        )
 
 
 def check_taps(num_taps: int) -> None:

@@ -37,7 +37,7 @@ from gdn_jax.kernels.gdn_mixer import (
 )
 from gdn_jax.kernels.gdn_mixer.mosaic_prefill_inputs import prefill_inputs
 from gdn_jax.kernels.gdn_mixer.mosaic_prefill_norm import norm_from_grid
-from gdn_jax.kernels.gdn_mixer.tiles import MixerTiles, mixer_tiles
+from gdn_jax.kernels.gdn_mixer.tiles import MixerTiles, check_tiles, mixer_tiles
 from gdn_jax.kernels.numerics import CHUNK
 
 # On a GPU tensor cores multiply 16 bits, and sums in another order may round to the next of 8 bits.
@@ -274,6 +274,13 @@ def with_rows(args: Arguments, **changes: object) -> Arguments:
     """Return the arguments with some fields of the rows replaced."""
     changed = {name: jnp.asarray(value, jnp.int32) for name, value in changes.items()}
     return (*args[:2], replace(args[2], **changed), args[3])
+
+
+def test_tiles_whose_gates_would_not_be_made_are_refused_and_those_that_are_chosen_are_not() -> None:
+    with pytest.raises(ValueError, match="must have 64 places or more for 2 value heads; got 32"):
+        check_tiles(MixerTiles(heads=2, places=32), 2)
+    for num_value in (1, 2, 3, 4, 8, 32, 48):
+        check_tiles(mixer_tiles(64, num_value, num_value), num_value)
 
 
 class TestNorm:
