@@ -5,8 +5,8 @@
 Every case is checked first against a float64 recurrence over some of its heads, with drawn keys and with strongly
 correlated ones, outputs and final states; a case whose check fails has no time. Tokens stand on the chunk grid before
 the clock starts, where the mixer's prefill writes them. Where flash-linear-attention, FlashQLA or jax-linear-attention
-are installed, they run the same tokens from empty states; what FlashInfer publishes for an H200 stands beside them as
-it is published. `--warpgroups` and `--stages` try other tiles.
+are installed, they run the same tokens from empty states; what FlashQLA's authors publish of FlashInfer on an H200
+stands beside them as it is published. `--warpgroups` and `--stages` try other tiles.
 """
 
 import logging
