@@ -30,7 +30,7 @@ from gdn_jax.kernels.gated_delta import gdn_prefill
 from gdn_jax.kernels.gated_delta.cases import CASES, PREFILL_BENCHMARKS, PrefillArguments, PrefillCase, make_rows
 from gdn_jax.kernels.gated_delta.chunk_grid import num_places, place_of_tokens, take, token_of_places
 from gdn_jax.kernels.gated_delta.inputs import DeltaInputs
-from gdn_jax.kernels.gated_delta.mosaic_prefill import gdn_prefill_on_grid
+from gdn_jax.kernels.gated_delta.mosaic_prefill import gates_on_grid, gdn_prefill_on_grid
 from gdn_jax.kernels.gated_delta.tiles import PrefillTiles, prefill_tiles
 from gdn_jax.kernels.numerics import CHUNK
 
@@ -110,9 +110,7 @@ def prefill_of(case: PrefillCase, options: Options) -> Prefill:
     def lay_out(args: PrefillArguments) -> tuple:
         token = token_of_places(place(args), num_places(case.num_tokens, case.num_rows))
         tokens = jnp.concatenate([args.q, args.inputs.k, args.inputs.v], axis=1)
-        gates = {"g": args.inputs.g, "beta": args.inputs.beta}
-        by_chunk = {name: take(x, token).reshape(-1, CHUNK, case.heads.num_value) for name, x in gates.items()}
-        return take(tokens, token), by_chunk, args.rows
+        return take(tokens, token), gates_on_grid(args.inputs, token), args.rows
 
     def place(args: PrefillArguments) -> jax.Array:
         return place_of_tokens(args.rows, case.num_tokens)
@@ -232,7 +230,7 @@ def time_case(case: PrefillCase, prefill: Prefill, repeats: int) -> Times:
 
 def benchmark(case: PrefillCase, *, options: Options, bandwidth: float, rate: float) -> Iterator[ResultRow]:
     """Check, then time, one case; yields times, shares of copy and product, and peers' times."""
-    prefill = prefill_of(case, options)  # one function for both checks, which compile it once
+    prefill = prefill_of(case, options)  # one for both checks, which compile it once
     error = check(case, prefill, correlated=False)
     correlated = check(case, prefill, correlated=True)
     times = time_case(case, prefill, options.repeats)

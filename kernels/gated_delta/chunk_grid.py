@@ -32,9 +32,7 @@ def num_places(num_tokens: int, num_rows: int) -> int:
 
 def used_chunks(rows: PrefillRows, count: int) -> Bool[Array, "chunks"]:
     """Return which chunks of the grid axis, of which there are `count`, hold tokens."""
-    chunk = jnp.arange(count, dtype=jnp.int32)[:, None]
-    first = _first_chunk(rows)[None]
-    return jnp.any((chunk >= first) & (chunk < first + _num_chunks(rows)[None]), axis=1)
+    return jnp.any(_is_of_row(_first_chunk(rows), _num_chunks(rows), count), axis=1)
 
 
 def row_of_chunks(rows: PrefillRows, num_tokens: int) -> Int[Array, "chunks"]:
@@ -44,9 +42,8 @@ def row_of_chunks(rows: PrefillRows, num_tokens: int) -> Int[Array, "chunks"]:
     # Whatever the offset of an empty row, the chunk after those of the rows before it is free.
     end = lax.cummax(jnp.where(rows.length > 0, rows.offset + rows.length, 0))
     first = jnp.where(rows.length > 0, _first_chunk(rows), end // CHUNK + 2 * row)
-    chunk = jnp.arange(num_chunks(num_tokens, num_rows), dtype=jnp.int32)[:, None]
-    is_used = (chunk >= first[None]) & (chunk < (first + jnp.maximum(_num_chunks(rows), 1))[None])
-    return jnp.sum(jnp.where(is_used, row[None] + 1, 0), axis=1, dtype=jnp.int32) - 1
+    is_of_row = _is_of_row(first, jnp.maximum(_num_chunks(rows), 1), num_chunks(num_tokens, num_rows))
+    return jnp.sum(jnp.where(is_of_row, row[None] + 1, 0), axis=1, dtype=jnp.int32) - 1
 
 
 def place_of_tokens(rows: PrefillRows, num_tokens: int) -> Int[Array, "T"]:
@@ -67,6 +64,12 @@ def take(array: Shaped[Array, "there ..."], index: Int[Array, "here"]) -> Shaped
     """Return entries of `array`, zeros for an index of NOBODY whatever the array holds."""
     is_there = (index != NOBODY).reshape(-1, *(1,) * (array.ndim - 1))
     return jnp.where(is_there, array[jnp.maximum(index, 0)], jnp.zeros((), array.dtype))
+
+
+def _is_of_row(first: Int[Array, "rows"], length: Int[Array, "rows"], count: int) -> Bool[Array, "chunks rows"]:
+    """Return which of `count` chunks are among the `length` ones of a row from `first` on."""
+    chunk = jnp.arange(count, dtype=jnp.int32)[:, None]
+    return (chunk >= first[None]) & (chunk < (first + length)[None])
 
 
 def _first_chunk(rows: PrefillRows) -> Int[Array, "rows"]:

@@ -44,7 +44,7 @@ class _Carried:
     """What a warpgroup holds at the beginning of a chunk."""
 
     state: Float[Array, "columns dk"]  # S^T
-    operand: Float[Array, "columns dk"]  # the same, rounded
+    operand: Float[Array, "columns dk"]  # the same, rounded: once, for the products of the keys and of the queries
     wanted: _Columns  # W^T, rounded
     output: _Columns  # O^T of the chunk before, rounded
 
@@ -127,7 +127,7 @@ def run_chunks(
         given = _given(chunk)
         nothing = jnp.zeros(_SHAPE, jnp.float32)
         at_keys = add_product(nothing, operand, chunk["k"].transpose((1, 0)), interpret=interpret)
-        wanted = (given.values - given.decays * at_keys).astype(out.dtype)
+        wanted = given.wanted(at_keys).astype(out.dtype)
         carry = _Carried(state=state, operand=operand, wanted=wanted, output=nothing.astype(out.dtype))
         carry = lax.fori_loop(0, span.count, run_chunk, carry)
         store_output(carry.output)
@@ -157,8 +157,7 @@ def _run_interpreted(carry: _Carried, chunk: dict[str, Any], aside: _Aside) -> t
     state = add(_decay_of(chunk) * carry.state, kept, chunk["k"])
     output = add(over_rows(_gate(chunk, IN), _SHAPE) * at_queries, written, chunk["scores"])
     following = aside.next_chunk()
-    given = _given(following)
-    wanted = given.values - given.decays * add(nothing, state, following["k"].transpose((1, 0)))
+    wanted = _given(following).wanted(add(nothing, state, following["k"].transpose((1, 0))))
     carry = _Carried(state=state, operand=state.astype(dtype), wanted=wanted.astype(dtype), output=output.astype(dtype))
     return carry, aside.export_slot()
 
@@ -192,7 +191,7 @@ def _run_overlapped(carry: _Carried, chunk: dict[str, Any], aside: _Aside) -> tu
             def read(keys: Any) -> tuple[_Carried, Array]:
                 plgpu.wgmma(keys, operand, following["k"].transpose((1, 0)))
                 given = _given(following)  # waits for this product, as its use does
-                wanted = (given.values - given.decays * _when_done(keys, but=0)).astype(dtype)
+                wanted = given.wanted(_when_done(keys, but=0)).astype(dtype)
                 return _Carried(state=state, operand=operand, wanted=wanted, output=done), slot
 
             return pl.run_scoped(read, sums(_SHAPE))
@@ -209,10 +208,14 @@ def _when_done(sums: Any, *, but: int) -> Array:
 
 @dataclass(frozen=True, kw_only=True)
 class _Given:
-    """What a chunk brings to W but for its product: W^T = values - decays * S^T K^T."""
+    """What a chunk brings to W but for its product."""
 
     values: _Columns  # (beta V)^T
     decays: _Columns  # beta exp G, in every row
+
+    def wanted(self, at_keys: _Columns) -> _Columns:
+        """Return W^T from S^T K^T."""
+        return self.values - self.decays * at_keys
 
 
 def _given(chunk: dict[str, Any]) -> _Given:

@@ -8,7 +8,7 @@ numbers follow from the row's own tokens alone, never from where the row lies or
 from functools import partial
 
 import jax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from gdn_jax.kernels.anchors import PrefillRows
 from gdn_jax.kernels.gated_delta.chunk_grid import num_places, place_of_tokens, take, token_of_places, used_chunks
@@ -54,11 +54,15 @@ def gdn_prefill(
     place = place_of_tokens(rows, num_tokens)
     token = token_of_places(place, num_places(num_tokens, rows.offset.shape[0]))
     tokens = {name: take(x, token) for name, x in {"q": q, "k": inputs.k, "v": inputs.v}.items()}
-    gates = {
-        name: take(x, token).reshape(-1, CHUNK, num_heads) for name, x in {"g": inputs.g, "beta": inputs.beta}.items()
-    }
+    gates = gates_on_grid(inputs, token)
     out, pool = _run(tokens, gates, rows, pool, FirstHeads(num_key=num_key), tiles, interpret=interpret)
     return take(out, place), pool
+
+
+def gates_on_grid(inputs: DeltaInputs, token: Int[Array, "places"]) -> dict[str, Float[Array, "chunks CHUNK Nv"]]:
+    """Lay packed gates out by chunk of the grid axis, as `gdn_prefill_on_grid` takes them; `token` of each place."""
+    packed = {"g": inputs.g, "beta": inputs.beta}
+    return {name: take(x, token).reshape(-1, CHUNK, x.shape[1]) for name, x in packed.items()}
 
 
 def gdn_prefill_on_grid(
