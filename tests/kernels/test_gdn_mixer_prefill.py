@@ -17,7 +17,7 @@ from mosaic_runs import ON_GPU, run_mosaic
 
 from gdn_jax.kernels.anchors import NULL_SLOT, PrefillRows
 from gdn_jax.kernels.causal_conv1d import causal_conv1d_prefill
-from gdn_jax.kernels.dispatch import Implementation
+from gdn_jax.kernels.dispatch import Implementation, UnsupportedKernelError
 from gdn_jax.kernels.gated_delta import DeltaInputs, delta_inputs
 from gdn_jax.kernels.gated_delta.cases import Heads, PrefillCase, Span, make_rows
 from gdn_jax.kernels.gated_delta.chunk_grid import (
@@ -276,13 +276,6 @@ def with_rows(args: Arguments, **changes: object) -> Arguments:
     return (*args[:2], replace(args[2], **changed), args[3])
 
 
-def test_tiles_whose_gates_would_not_be_made_are_refused_and_those_that_are_chosen_are_not() -> None:
-    with pytest.raises(ValueError, match="must have 64 places or more for 2 value heads; got 32"):
-        check_tiles(MixerTiles(heads=2, places=32), 2)
-    for num_value in (1, 2, 3, 4, 8, 32, 48):
-        check_tiles(mixer_tiles(64, num_value, num_value), num_value)
-
-
 class TestNorm:
     @pytest.mark.parametrize(("heads", "dtype"), [((1, 3, 64), USUAL), ((8, 16, 128), "bfloat16")], ids=str)
     def test_outputs_come_back_from_the_grid_normed_and_gated(self, heads: tuple[int, int, int], dtype: str) -> None:
@@ -297,3 +290,31 @@ class TestNorm:
         assert got.dtype == dtype
         close(got[:8], want[:8], TOLERANCE if dtype == "float32" else 2.0**-8)
         assert (np.asarray(got[8:], np.float32) == 0).all(), "tokens that no row owns"
+
+
+@pytest.mark.parametrize("num_tokens", [64, 512, 2048, 8192])
+@pytest.mark.parametrize("heads", [(16, 32), (2, 8), (1, 1), (3, 6), (16, 48)])
+def test_tiles_divide_heads_and_chunks_and_fill_a_device(num_tokens: int, heads: tuple[int, int]) -> None:
+    tiles = mixer_tiles(num_tokens, *heads)
+    assert all(count % tiles.heads == 0 for count in heads)
+    assert CHUNK % tiles.places == 0
+    assert tiles.places in (16, CHUNK) or num_tokens // tiles.places * (2 * heads[0] + heads[1]) >= 132
+
+
+def test_tiles_whose_gates_would_not_be_made_are_refused_and_those_that_are_chosen_are_not() -> None:
+    with pytest.raises(ValueError, match="must have 64 places or more for 2 value heads; got 32"):
+        check_tiles(MixerTiles(heads=2, places=32), 2)
+    for num_value in (1, 2, 3, 4, 8, 32, 48):
+        check_tiles(mixer_tiles(64, num_value, num_value), num_value)
+
+
+def test_what_the_mosaic_mixer_cannot_run_is_refused() -> None:
+    args = draw((0, 4), num_tokens=64, dtype="float32")
+    wide = (*args[:3], replace(args[3], recurrent=jnp.zeros((16, 1, 128, 64))))
+    with pytest.raises(UnsupportedKernelError, match="must all be bfloat16 or all float16"):
+        mosaic_prefill.gdn_mixer_prefill(*args, eps=EPS)
+    with pytest.raises(UnsupportedKernelError, match="of one width for the Mosaic mixer; got 64 and 128"):
+        mosaic_prefill.gdn_mixer_prefill(*wide, eps=EPS)
+    many = draw((0, 4), num_tokens=64, dtype="bfloat16", taps=10)
+    with pytest.raises(UnsupportedKernelError, match="at most 9 taps for the Mosaic mixer; got 10"):
+        mosaic_prefill.gdn_mixer_prefill(*many, eps=EPS)
