@@ -1,6 +1,7 @@
 """Results of a benchmark suite as one JSON file: the numbers, and what is needed to judge and repeat them."""
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -41,7 +42,7 @@ def write_results(path: Path, suite: str, rows: Sequence[ResultRow]) -> None:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
         "versions": package_versions(),
-        "command": shlex.join(["python", "-m", _module_name(), *sys.argv[1:]]),
+        "command": _command(),
         "rows": [asdict(row) for row in rows],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -61,6 +62,13 @@ def _commit() -> str:
         return git("rev-parse", "HEAD") + ("-dirty" if is_dirty else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+
+
+def _command() -> str:
+    """Return the command line, with the compiler's flags before it if the environment sets any."""
+    flags = os.environ.get("XLA_FLAGS")
+    command = ["python", "-m", _module_name(), *sys.argv[1:]]
+    return shlex.join([f"XLA_FLAGS={flags}", *command] if flags else command)
 
 
 def _module_name() -> str:
