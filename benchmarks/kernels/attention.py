@@ -1,9 +1,6 @@
-"""Time attention over pages on a device, beside a copy and a product in the same run.
+"""Time the attention of decode and verify over pages on a device, beside a copy in the same run.
 
     python -m benchmarks.kernels.attention
-
-Decode and verify windows have their time as a share of the copy's bandwidth, spans of prefill (`prefill_attention.py`)
-as a share of the product's rate.
 
 Every case is checked first against the reference, on rows of the same lengths but fewer of them; a case whose check
 fails has no time. Pages of a row lie in random order. The outputs of a call are the queries of the next one.
@@ -21,15 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from benchmarks.kernels.device_time import (
-    copy_bandwidth,
-    matmul_rate,
-    relative_error,
-    run_cases,
-    time_calls,
-    time_rows,
-)
-from benchmarks.kernels.prefill_attention import PREFILL_CASES, PrefillCase, benchmark_prefill
+from benchmarks.kernels.device_time import copy_bandwidth, relative_error, run_cases, time_calls, time_rows
 from benchmarks.results_file import ResultRow
 from gdn_jax.kernels.anchors import AdvanceRows
 from gdn_jax.kernels.dispatch import Implementation
@@ -93,7 +82,7 @@ class Options:
     """
 
     output: Path = Path("benchmarks/results/kernels-attention.json")
-    cases: tuple[str, ...] = (*CASES, *PREFILL_CASES)
+    cases: tuple[str, ...] = tuple(CASES)
     implementation: Literal["mosaic", "jax"] = "mosaic"
     repeats: int = 7
 
@@ -141,7 +130,7 @@ def check(case: Case, implementation: Implementation) -> float:
     return error
 
 
-def benchmark(case: Case, options: Options, bandwidth: float) -> Iterator[ResultRow]:
+def benchmark(case: Case, *, options: Options, bandwidth: float) -> Iterator[ResultRow]:
     """Check, then time, one case of decode or verify."""
     implementation = Implementation(options.implementation)
     error = check(case, implementation)
@@ -160,19 +149,10 @@ def main() -> None:
     """Run the benchmark and write its results."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     options = tyro.cli(Options, description=__doc__)
-    bandwidth, rate = copy_bandwidth(), matmul_rate()
-    measured = partial(ResultRow, implementation="xla", error=None)
-    rows = [
-        measured(case="copy", metric="GB/s", value=bandwidth / 1e9, unit="GB/s"),
-        measured(case="matmul", metric="TFLOP/s", value=rate / 1e12, unit="TFLOP/s"),
-    ]
-
-    def timed(case: Case | PrefillCase) -> Iterator[ResultRow]:
-        if isinstance(case, PrefillCase):
-            return benchmark_prefill(case, options.implementation, rate=rate, repeats=options.repeats)
-        return benchmark(case, options, bandwidth)
-
-    run_cases("kernels-attention", options.output, options.cases, {**CASES, **PREFILL_CASES}, timed, rows)
+    bandwidth = copy_bandwidth()
+    rows = [ResultRow(case="copy", metric="GB/s", value=bandwidth / 1e9, unit="GB/s", implementation="xla", error=None)]
+    timed = partial(benchmark, options=options, bandwidth=bandwidth)
+    run_cases("kernels-attention", options.output, options.cases, CASES, timed, rows)
 
 
 if __name__ == "__main__":

@@ -72,8 +72,8 @@ class Options:
         return mixer_tiles(case.num_tokens, case.heads.num_key, case.heads.num_value)
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def draw(case: PrefillCase, seed: int) -> tuple[MixerTokens, MixerWeights]:
+@partial(jax.jit, static_argnums=0)
+def draw(case: PrefillCase, seed: int | jax.Array) -> tuple[MixerTokens, MixerWeights]:
     """Draw the tokens and weights of a case on the device."""
     heads, keys = case.heads, iter(jax.random.split(jax.random.key(seed), 8))
 

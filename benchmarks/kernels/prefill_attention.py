@@ -1,21 +1,26 @@
-"""Prefill attention over pages, with and without a cached prefix: cases, check and times for `attention.py`.
+"""Time the attention of prefill over pages on a device, with and without a cached prefix.
+
+    python -m benchmarks.kernels.prefill_attention
 
 Times are set against the rate of a large product in bfloat16 in the same run, counting what the causal mask leaves. A
 case is checked first, on a few of its queries, against float32; one whose check fails has no time. cuDNN is timed on
 the same spans where it is installed and there is no prefix: its keys and values are not in pages.
 """
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from typing import NamedTuple
+from pathlib import Path
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tyro
 
-from benchmarks.kernels.device_time import Times, relative_error, time_calls, time_rows
+from benchmarks.kernels.device_time import Times, matmul_rate, relative_error, run_cases, time_calls, time_rows
 from benchmarks.results_file import ResultRow
 from gdn_jax.kernels.anchors import PrefillRows
 from gdn_jax.kernels.dispatch import Implementation
@@ -29,7 +34,7 @@ _CALLS = 4  # in the loop's body
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrefillCase:
+class Case:
     """Rows of one length.
 
     Attributes:
@@ -67,13 +72,30 @@ class PrefillCase:
 
 
 _SHAPES = ((1, 8192, 8192), (1, 8192, 0), (1, 2048, 8192), (1, 1024, 0), (8, 1024, 0), (1, 64, 8192), (1, 32, 8192))
-PREFILL_CASES = {
+CASES = {
     case.name: case
     for case in (
-        *(PrefillCase(num_rows=rows, length=length, start=start) for rows, length, start in _SHAPES),
-        *(PrefillCase(length=8192, start=8192, query_heads=heads, kv_heads=kv) for heads, kv in ((24, 4), (16, 2))),
+        *(Case(num_rows=rows, length=length, start=start) for rows, length, start in _SHAPES),
+        *(Case(length=8192, start=8192, query_heads=heads, kv_heads=kv) for heads, kv in ((24, 4), (16, 2))),
     )
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Command line.
+
+    Attributes:
+        output: where the results go.
+        cases: names of cases.
+        implementation: which kernels: mosaic, or jax for the plain ones.
+        repeats: timed runs.
+    """
+
+    output: Path = Path("benchmarks/results/kernels-prefill-attention.json")
+    cases: tuple[str, ...] = tuple(CASES)
+    implementation: Literal["mosaic", "jax"] = "mosaic"
+    repeats: int = 7
 
 
 class Drawn(NamedTuple):
@@ -87,7 +109,7 @@ class Drawn(NamedTuple):
 
 
 @partial(jax.jit, static_argnums=0)
-def draw(case: PrefillCase) -> Drawn:
+def draw(case: Case) -> Drawn:
     """Draw queries and pages on the device; pages of a row lie in random order."""
     keys = iter(jax.random.split(jax.random.key(0), 3))
     blocks = -(-case.context // CHUNK)
@@ -112,7 +134,7 @@ def attend(drawn: Drawn, implementation: Implementation) -> jax.Array:
     return paged_attention_prefill(*drawn, implementation=implementation)
 
 
-def check(case: PrefillCase, implementation: Implementation) -> float:
+def check(case: Case, implementation: Implementation) -> float:
     """Return the error of some queries of the first and the last row against float32.
 
     Raises:
@@ -137,7 +159,7 @@ def _error(got: jax.Array, want: jax.Array) -> float:
 
 
 @partial(jax.jit, static_argnums=(0, 2))
-def _attend_in_float32(case: PrefillCase, drawn: Drawn, row: int, places: jax.Array) -> jax.Array:
+def _attend_in_float32(case: Case, drawn: Drawn, row: int, places: jax.Array) -> jax.Array:
     """Return the outputs of some of a row's queries, by their index in its span."""
     q = drawn.q[row * case.length + places].astype(jnp.float32)
     grouped = q.reshape(len(places), case.kv_heads, -1, case.width)
@@ -151,9 +173,9 @@ def _attend_in_float32(case: PrefillCase, drawn: Drawn, row: int, places: jax.Ar
     return einsum("hgts,shd->thgd", weight, v).reshape(q.shape)
 
 
-def benchmark_prefill(case: PrefillCase, name: str, *, rate: float, repeats: int) -> Iterator[ResultRow]:
-    """Check, then time, one case with an implementation by name; cuDNN too, where it can run the case."""
-    implementation = Implementation(name)
+def benchmark(case: Case, *, options: Options, rate: float) -> Iterator[ResultRow]:
+    """Check, then time, one case; cuDNN too, where it can run the case."""
+    implementation, repeats = Implementation(options.implementation), options.repeats
     error = check(case, implementation)
     drawn = draw(case)
 
@@ -161,13 +183,13 @@ def benchmark_prefill(case: PrefillCase, name: str, *, rate: float, repeats: int
         return (attend(Drawn(*carry, *held), implementation), *carry[1:])
 
     times = time_calls(call, tuple(drawn[:3]), [tuple(drawn[3:])] * _CALLS, repeats=repeats)
-    yield from _rows(case, name, error, times, rate)
+    yield from _rows(case, options.implementation, error, times, rate)
     if not case.start and _has_cudnn():
         error, times = _time_cudnn(case, repeats)
         yield from _rows(case, "cudnn", error, times, rate)
 
 
-def _rows(case: PrefillCase, implementation: str, error: float, times: Times, rate: float) -> Iterator[ResultRow]:
+def _rows(case: Case, implementation: str, error: float, times: Times, rate: float) -> Iterator[ResultRow]:
     yield from time_rows(case.name, implementation, error, times)
     share = case.num_operations / times.median / rate
     metric = "share of matmul"
@@ -180,7 +202,7 @@ def _has_cudnn() -> bool:
     return jax.default_backend() == "gpu" and find_spec("nvidia") is not None and find_spec("nvidia.cudnn") is not None
 
 
-def _time_cudnn(case: PrefillCase, repeats: int) -> tuple[float, Times]:
+def _time_cudnn(case: Case, repeats: int) -> tuple[float, Times]:
     """Return the error and the times of cuDNN on rows whose keys and values lie in one piece."""
     drawn = draw(case)
     attend_causally = partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
@@ -195,3 +217,19 @@ def _time_cudnn(case: PrefillCase, repeats: int) -> tuple[float, Times]:
     error = _error(jax.jit(attend_causally)(q, k, v)[0, places], want)
     times = time_calls(lambda q, held: attend_causally(q, *held), q, [(k, v)] * _CALLS, repeats=repeats)
     return error, times
+
+
+def main() -> None:
+    """Run the benchmark and write its results."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    options = tyro.cli(Options, description=__doc__)
+    rate = matmul_rate()
+    rows = [
+        ResultRow(case="matmul", metric="TFLOP/s", value=rate / 1e12, unit="TFLOP/s", implementation="xla", error=None)
+    ]
+    timed = partial(benchmark, options=options, rate=rate)
+    run_cases("kernels-prefill-attention", options.output, options.cases, CASES, timed, rows)
+
+
+if __name__ == "__main__":
+    main()
