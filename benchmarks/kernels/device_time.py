@@ -36,49 +36,61 @@ class Times:
     p90: float
 
 
+class TimedCalls[Carry, Held]:
+    """Calls one after the other and over again, in a loop that is compiled once for checks and times."""
+
+    def __init__(self, call: Callable[[Carry, Held], Carry]) -> None:
+        """Take the call: of what is carried from call to call, and of what one call has of its own."""
+        one = jax.jit(call)  # so that it is lowered once, however often the body calls it
+
+        def rounds_of(carry: Carry, held: Sequence[Held]) -> Carry:
+            def body(_: Any, carry: Carry) -> Carry:
+                for own in held:
+                    carry = one(carry, own)
+                return carry
+
+            # A static number: with one that the device decides on, the host asks for it in every round.
+            return lax.fori_loop(0, _ROUNDS, body, carry)
+
+        self._loop = jax.jit(rounds_of, donate_argnums=0)
+
+    def run(self, carry: Carry, held: Sequence[Held]) -> Carry:
+        """Run the loop once, and return what its last call does.
+
+        Args:
+            carry: what the first call takes; donated.
+            held: of each call in the loop's body. Arguments, so that the compiler does not take them for constants.
+        """
+        return self._loop(carry, held)
+
+    def time(self, carry: Carry, held: Sequence[Held], *, repeats: int = 7) -> Times:
+        """Time the calls, each as the mean over those of the body; `repeats` timed runs."""
+
+        def run(num_loops: int, carry: Carry) -> tuple[float, Carry]:
+            """Run some loops, each handed over while the one before runs; returns their seconds."""
+            start = time.perf_counter()
+            for _ in range(num_loops):
+                carry = self.run(carry, held)
+            carry = jax.block_until_ready(carry)
+            return time.perf_counter() - start, carry
+
+        carry = run(1, carry)[1]  # compiles
+        seconds, carry = run(1, carry)
+        num_loops = max(1, round(_LEAST_SECONDS / seconds))
+        carry = run(num_loops, carry)[1]
+        timed = []
+        for _ in range(repeats):
+            seconds, carry = run(num_loops, carry)
+            timed.append(seconds / num_loops / _ROUNDS / len(held))
+        deciles = statistics.quantiles(timed, n=10, method="inclusive")
+        return Times(median=statistics.median(timed), p10=deciles[0], p90=deciles[-1])
+
+
 def time_calls[Carry, Held](
     call: Callable[[Carry, Held], Carry], carry: Carry, held: Sequence[Held], *, repeats: int = 7
 ) -> Times:
-    """Time calls one after the other and over again; each takes what the one before returned.
-
-    Args:
-        call: of what is carried from call to call, and of what one call has of its own.
-        carry: what the first call takes; donated.
-        held: of each call in the loop's body; the time is the mean over them. Arguments, so that the compiler does not
-            take them for constants.
-        repeats: timed runs.
-    """
-    one = jax.jit(call)  # so that it is lowered once, however often the body calls it
-
-    def rounds_of(carry: Carry, held: Sequence[Held]) -> Carry:
-        def body(_: Any, carry: Carry) -> Carry:
-            for own in held:
-                carry = one(carry, own)
-            return carry
-
-        # A static number: with one that the device decides on, the host asks for it in every round.
-        return lax.fori_loop(0, _ROUNDS, body, carry)
-
-    loop = jax.jit(rounds_of, donate_argnums=0)
-
-    def run(num_loops: int, carry: Carry) -> tuple[float, Carry]:
-        """Run some loops, each handed over while the one before runs; returns their seconds."""
-        start = time.perf_counter()
-        for _ in range(num_loops):
-            carry = loop(carry, held)
-        carry = jax.block_until_ready(carry)
-        return time.perf_counter() - start, carry
-
-    carry = run(1, carry)[1]  # compiles
-    seconds, carry = run(1, carry)
-    num_loops = max(1, round(_LEAST_SECONDS / seconds))
-    carry = run(num_loops, carry)[1]
-    timed = []
-    for _ in range(repeats):
-        seconds, carry = run(num_loops, carry)
-        timed.append(seconds / num_loops / _ROUNDS / len(held))
-    deciles = statistics.quantiles(timed, n=10, method="inclusive")
-    return Times(median=statistics.median(timed), p10=deciles[0], p90=deciles[-1])
+    """Time calls as `TimedCalls` does."""
+    return TimedCalls(call).time(carry, held, repeats=repeats)
 
 
 def copy_bandwidth(num_bytes: int = _COPIED_BYTES) -> float:

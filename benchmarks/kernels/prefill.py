@@ -12,7 +12,7 @@ stands beside them as it is published. `--warpgroups` and `--stages` try other t
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal
@@ -23,7 +23,15 @@ import numpy as np
 import tyro
 from jax import lax
 
-from benchmarks.kernels.device_time import Times, copy_bandwidth, matmul_rate, run_cases, time_calls, time_rows
+from benchmarks.kernels.device_time import (
+    TimedCalls,
+    Times,
+    copy_bandwidth,
+    matmul_rate,
+    run_cases,
+    time_calls,
+    time_rows,
+)
 from benchmarks.kernels.peers import jla_prefill, time_torch_prefill, torch_prefills
 from benchmarks.results_file import ResultRow
 from gdn_jax.kernels.dispatch import Implementation
@@ -86,7 +94,7 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class Prefill:
-    """What is timed, of arguments that are laid out before.
+    """What is checked and timed, of arguments that are laid out before.
 
     Attributes:
         lay_out: makes the arguments, but for the pool.
@@ -95,8 +103,19 @@ class Prefill:
     """
 
     lay_out: Callable[[PrefillArguments], tuple]
-    run: Callable[..., tuple[jax.Array, jax.Array]]
+    run: Callable[..., _Carry]
     take_back: Callable[[jax.Array, PrefillArguments], jax.Array]
+
+    @cached_property
+    def calls(self) -> TimedCalls[_Carry, tuple]:
+        """The calls in a loop."""
+        # Behind the barrier outputs that nobody reads are computed too.
+        return TimedCalls(lambda carry, args: lax.optimization_barrier(self.run(*args, carry[1])))
+
+    def first_carry(self, args: PrefillArguments) -> _Carry:
+        """Return what the first call takes."""
+        outputs = jax.eval_shape(self.run, *self.lay_out(args), args.pool)[0]
+        return jnp.zeros(outputs.shape, outputs.dtype), args.pool
 
 
 def prefill_of(case: PrefillCase, options: Options) -> Prefill:
@@ -160,7 +179,7 @@ def check(case: PrefillCase, prefill: Prefill, *, correlated: bool) -> float:
         SystemExit: it is above its tolerance, so that no time would mean anything.
     """
     args = draw(case, 0, correlated=correlated)
-    outputs, pool = jax.jit(prefill.run)(*prefill.lay_out(args), args.pool)
+    outputs, pool = prefill.calls.run(prefill.first_carry(args), [prefill.lay_out(args)] * _num_calls(case))
     outputs = prefill.take_back(outputs, args)
     checked = np.linspace(0, case.heads.num_value - 1, _CHECKED_HEADS).astype(int)
     want, states = run_float64(case, args, checked)
@@ -197,7 +216,9 @@ def run_float64(case: PrefillCase, args: PrefillArguments, heads: np.ndarray) ->
 @jax.jit
 def _recurrence(q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Run one row from an empty state, token by token; the first axis of all is tokens, the second heads."""
-    product = partial(jnp.einsum, "hvk,hk->hv", precision=lax.Precision.HIGHEST)
+
+    def product(state: jax.Array, vector: jax.Array) -> jax.Array:
+        return (state * vector[:, None, :]).sum(-1)
 
     def step(state: jax.Array, token: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         q, k, v, g, beta = token
@@ -230,20 +251,17 @@ def num_operations(case: PrefillCase) -> int:
 
 def time_case(case: PrefillCase, prefill: Prefill, repeats: int) -> Times:
     """Time a case on tokens that change from call to call."""
+    drawn = [draw(case, seed) for seed in range(_num_calls(case))]
+    return prefill.calls.time(prefill.first_carry(drawn[0]), [prefill.lay_out(args) for args in drawn], repeats=repeats)
 
-    def call(carry: _Carry, args: tuple) -> _Carry:
-        return lax.optimization_barrier(prefill.run(*args, carry[1]))  # outputs that nobody reads are computed too
 
-    count = min(_MOST_CALLS, max(2, -(-_LEAST_BYTES // moved_bytes(case))))
-    drawn = [draw(case, seed) for seed in range(count)]
-    held, pool = [prefill.lay_out(args) for args in drawn], drawn[0].pool
-    outputs = jax.eval_shape(prefill.run, *held[0], pool)[0]
-    return time_calls(call, (jnp.zeros(outputs.shape, outputs.dtype), pool), held, repeats=repeats)
+def _num_calls(case: PrefillCase) -> int:
+    return min(_MOST_CALLS, max(2, -(-_LEAST_BYTES // moved_bytes(case))))
 
 
 def benchmark(case: PrefillCase, *, options: Options, bandwidth: float, rate: float) -> Iterator[ResultRow]:
     """Check, then time, one case; yields times, shares of copy and product, and peers' times."""
-    prefill = prefill_of(case, options)  # one for both checks, which compile it once
+    prefill = prefill_of(case, options)
     error = check(case, prefill, correlated=False)
     correlated = check(case, prefill, correlated=True)
     times = time_case(case, prefill, options.repeats)

@@ -256,13 +256,13 @@ CPU_BENCHMARKS = tuple(
 )
 
 PREFILL_BENCHMARKS = (
-    *(_prefill_benchmark(length) for length in (2048, 4096, 8192, 32768)),
-    *(_prefill_benchmark(*lengths) for lengths in ((2048,) * 4, (1024,) * 8, (8192,) * 4, (1024, 7168))),
-    *(_prefill_benchmark(*lengths, export_every=512) for lengths in ((8192,), (2048,) * 4)),
+    *(_prefill_benchmark(*lengths, export_every=every) for lengths in ((8192,), (2048,) * 4) for every in (0, 512)),
+    *(_prefill_benchmark(*lengths) for lengths in ((2048,), (4096,), (1024,) * 8, (8192,) * 4, (1024, 7168))),
     *(
         _prefill_benchmark(8192, heads=replace(_REAL, num_key=key, num_value=value))
         for key, value in ((16, 64), (2, 8))
     ),
+    _prefill_benchmark(32768),
 )
 ADVANCE_BENCHMARKS = tuple(
     _advance_benchmark(state_dtype, num_rows, window)
