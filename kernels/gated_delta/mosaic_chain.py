@@ -30,7 +30,7 @@ from gdn_jax.kernels.anchors import NULL_SLOT
 from gdn_jax.kernels.gated_delta.mosaic_chunks import BETA, IN, OUT
 from gdn_jax.kernels.gated_delta.mosaic_ring import Ring, Span
 from gdn_jax.kernels.gated_delta.tiles import COLUMNS
-from gdn_jax.kernels.mosaic import add_product, everywhere, over_rows, store_apart
+from gdn_jax.kernels.mosaic import add_product, everywhere, over_rows
 from gdn_jax.kernels.numerics import CHUNK
 
 _MATRIX = plgpu.Layout.WGMMA
@@ -47,6 +47,7 @@ class _Carried:
     operand: Float[Array, "columns dk"]  # the same, rounded: once, for the products of the keys and of the queries
     wanted: _Columns  # W^T, rounded
     output: _Columns  # O^T of the chunk before, rounded
+    slot: Array  # that the state is exported to, or the null slot
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,19 +56,40 @@ class _Aside:
 
     Attributes:
         store_output: brings O^T of the chunk before to shared memory.
-        send_output: has it copied from there.
+        send: has it copied from there, and the state that was exported, if one was.
         export_slot: loads the slot that the chunk's end is exported to.
         next_chunk: the next chunk, once it has arrived.
     """
 
     store_output: Callable[[], None]
-    send_output: Callable[[], None]
+    send: Callable[[], None]
     export_slot: Callable[[], Array]
     next_chunk: Callable[[], dict[str, Any]]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """Shared memory of a warpgroup, through which its results leave: they are copied from there while it goes on.
+
+    Attributes:
+        output: of a chunk, `[CHUNK, columns]`.
+        state: `[columns, dk]`, of the pool's dtype.
+    """
+
+    output: Any
+    state: Any
+
+
 def run_chunks(
-    span: Span, here: Any, ring: Ring, rows: dict[str, Any], pool: Any, out: Any, tile: Any, *, interpret: bool
+    span: Span,
+    here: Any,
+    ring: Ring,
+    rows: dict[str, Any],
+    pool: Callable[[Array], Any],
+    out: Any,
+    room: Room,
+    *,
+    interpret: bool,
 ) -> None:
     """Carry a row's state from its read slot over all chunks to its write slot, for some value columns.
 
@@ -76,16 +98,26 @@ def run_chunks(
         here: the columns, of those of a stage.
         ring: where the chunks arrive.
         rows: fields of `PrefillRows`, in global memory.
-        pool: recurrent states of these columns `[slots, columns, dk]`, in global memory.
+        pool: the recurrent state of these columns in a slot, `[columns, dk]` in global memory.
         out: receives outputs of these columns on the grid axis, `[places, columns]` in global memory.
-        tile: room for those of a chunk, in shared memory.
+        room: through which results leave.
         interpret: whether this is traced for the interpreter.
     """
     row, num_boundaries = span.row, rows["export_slot"].shape[1]
     read_slot = rows["read_slot"][row]
 
+    def clear() -> None:
+        """Wait until all that was sent has left shared memory."""
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
     def store_state(slot: Array, state: Array) -> None:
-        pl.when(slot != NULL_SLOT)(lambda: store_apart(pool.at[slot], state.astype(pool.dtype)))
+        @pl.when(slot != NULL_SLOT)
+        def _() -> None:
+            clear()
+            room.state[...] = state.astype(room.state.dtype)
+
+    def send_state(slot: Array) -> None:
+        pl.when(slot != NULL_SLOT)(lambda: plgpu.copy_smem_to_gmem(room.state, pool(slot)))
 
     def export_slot(index: Array) -> Array:
         if num_boundaries == 0:
@@ -95,12 +127,13 @@ def run_chunks(
         return jnp.where(is_boundary, slot, NULL_SLOT)
 
     def store_output(output: Array) -> None:
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what was sent last is to have left the tile
-        tile.transpose((1, 0))[...] = output
+        clear()
+        room.output.transpose((1, 0))[...] = output
 
-    def send_output(index: Array) -> None:
+    def send(index: Array, slot: Array) -> None:
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(tile, out.at[span.places(index)])
+        plgpu.copy_smem_to_gmem(room.output, out.at[span.places(index)])
+        send_state(slot)
 
     def wait(index: Array) -> dict[str, Any]:
         """Return a chunk once it has arrived; past the end, where nobody reads what is made of it, the last one."""
@@ -111,14 +144,14 @@ def run_chunks(
     def run_chunk(index: Array, carry: _Carried) -> _Carried:
         aside = _Aside(
             store_output=lambda: store_output(carry.output),
-            send_output=lambda: pl.when(index > 0)(lambda: send_output(index - 1)),
+            send=lambda: pl.when(index > 0)(lambda: send(index - 1, carry.slot)),
             export_slot=lambda: export_slot(index),
             next_chunk=lambda: wait(index + 1),
         )
         run = _run_interpreted if interpret else _run_overlapped
-        carry, slot = run(carry, ring.chunk(index), aside)
+        carry = run(carry, ring.chunk(index), aside)
         ring.release(index)
-        store_state(slot, carry.state)
+        store_state(carry.slot, carry.state)
         return carry
 
     def run_all(state: Array) -> Array:
@@ -128,29 +161,33 @@ def run_chunks(
         nothing = jnp.zeros(_SHAPE, jnp.float32)
         at_keys = add_product(nothing, operand, chunk["k"].transpose((1, 0)), interpret=interpret)
         wanted = given.wanted(at_keys).astype(out.dtype)
-        carry = _Carried(state=state, operand=operand, wanted=wanted, output=nothing.astype(out.dtype))
+        output, slot = nothing.astype(out.dtype), jnp.int32(NULL_SLOT)  # of no chunk: not sent
+        carry = _Carried(state=state, operand=operand, wanted=wanted, output=output, slot=slot)
         carry = lax.fori_loop(0, span.count, run_chunk, carry)
         store_output(carry.output)
-        send_output(span.count - 1)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the tile, before the program ends
+        send(span.count - 1, carry.slot)
         return carry.state
 
-    state = plgpu.load(pool.at[read_slot], layout=_MATRIX, optimized=False)
+    state = plgpu.load(pool(read_slot), layout=_MATRIX, optimized=False)
     # A choice, not a product: the null slot may hold NaN.
     state = jnp.where(everywhere(read_slot == NULL_SLOT, state.shape), jnp.zeros_like(state), state).astype(jnp.float32)
     state = lax.cond(span.count > 0, run_all, lambda state: state, state)
-    store_state(rows["write_slot"][row], state)
+    write_slot = rows["write_slot"][row]
+    store_state(write_slot, state)
+    plgpu.commit_smem()
+    send_state(write_slot)
+    clear()  # before the program ends, and its shared memory with it
 
 
-def _run_interpreted(carry: _Carried, chunk: dict[str, Any], aside: _Aside) -> tuple[_Carried, Array]:
-    """Return what is held after a chunk, and the export's slot; one product after the other."""
+def _run_interpreted(carry: _Carried, chunk: dict[str, Any], aside: _Aside) -> _Carried:
+    """Return what is held after a chunk; one product after the other."""
     dtype, nothing = carry.operand.dtype, jnp.zeros(_SHAPE, jnp.float32)
 
     def add(sums: Array, left: Array, right: Any) -> Array:
         return add_product(sums, left.astype(dtype), right, interpret=True)
 
     aside.store_output()
-    aside.send_output()
+    aside.send()
     written = add(nothing, carry.wanted, chunk["inverses"])
     at_queries = add(nothing, carry.operand, chunk["q"].transpose((1, 0)))
     kept = over_rows(_gate(chunk, OUT), _SHAPE) * written
@@ -158,26 +195,31 @@ def _run_interpreted(carry: _Carried, chunk: dict[str, Any], aside: _Aside) -> t
     output = add(over_rows(_gate(chunk, IN), _SHAPE) * at_queries, written, chunk["scores"])
     following = aside.next_chunk()
     wanted = _given(following).wanted(add(nothing, state, following["k"].transpose((1, 0))))
-    carry = _Carried(state=state, operand=state.astype(dtype), wanted=wanted.astype(dtype), output=output.astype(dtype))
-    return carry, aside.export_slot()
+    return _Carried(
+        state=state,
+        operand=state.astype(dtype),
+        wanted=wanted.astype(dtype),
+        output=output.astype(dtype),
+        slot=aside.export_slot(),
+    )
 
 
-def _run_overlapped(carry: _Carried, chunk: dict[str, Any], aside: _Aside) -> tuple[_Carried, Array]:
+def _run_overlapped(carry: _Carried, chunk: dict[str, Any], aside: _Aside) -> _Carried:
     """Return the same, with products under way that nothing waits for yet."""
     dtype, sums = carry.operand.dtype, plgpu.WGMMAAccumulatorRef
     aside.store_output()
     decay, decay_out = lax.optimization_barrier((_decay_of(chunk), _gate(chunk, OUT)))
 
-    def write(written: Any, queries: Any) -> tuple[_Carried, Array]:
+    def write(written: Any, queries: Any) -> _Carried:
         plgpu.wgmma(written, carry.wanted, chunk["inverses"])
         plgpu.wgmma(queries, carry.operand, chunk["q"].transpose((1, 0)))
-        aside.send_output()
+        aside.send()
         start = lax.optimization_barrier(decay * carry.state)  # lest it be done when the product is, and not beside it
         total = _when_done(written, but=1)
         kept = (over_rows(decay_out, _SHAPE) * total).astype(dtype)
         decay_in = _gate(chunk, IN)  # waits for the queries' product, as its use does
 
-        def add(after: Any, output: Any) -> tuple[_Carried, Array]:
+        def add(after: Any, output: Any) -> _Carried:
             after[...] = start
             plgpu.wgmma(after, kept, chunk["k"])
             rounded = total.astype(dtype)
@@ -188,11 +230,11 @@ def _run_overlapped(carry: _Carried, chunk: dict[str, Any], aside: _Aside) -> tu
             operand = state.astype(dtype)
             done = _when_done(output, but=0).astype(dtype)  # now: registers do not last for it and the keys' product
 
-            def read(keys: Any) -> tuple[_Carried, Array]:
+            def read(keys: Any) -> _Carried:
                 plgpu.wgmma(keys, operand, following["k"].transpose((1, 0)))
                 given = _given(following)  # waits for this product, as its use does
                 wanted = given.wanted(_when_done(keys, but=0)).astype(dtype)
-                return _Carried(state=state, operand=operand, wanted=wanted, output=done), slot
+                return _Carried(state=state, operand=operand, wanted=wanted, output=done, slot=slot)
 
             return pl.run_scoped(read, sums(_SHAPE))
 

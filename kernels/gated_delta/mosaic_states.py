@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from gdn_jax.kernels.anchors import NULL_SLOT, PrefillRows
-from gdn_jax.kernels.gated_delta.mosaic_chain import run_chunks
+from gdn_jax.kernels.gated_delta.mosaic_chain import Room, run_chunks
 from gdn_jax.kernels.gated_delta.mosaic_heads import FirstHeads
 from gdn_jax.kernels.gated_delta.mosaic_ring import Ring, ring_room, span_of
 from gdn_jax.kernels.gated_delta.tiles import COLUMNS, PrefillTiles
@@ -62,14 +62,18 @@ def run_rows(
     widths = {"k": key_dim, "q": key_dim, "v": columns, "inverses": CHUNK, "scores": CHUNK}
     stage = {name: matrices(tiles.stages, width) for name, width in widths.items()}
     stage["gates"] = plgpu.SMEM((tiles.stages, 3, CHUNK), jnp.float32)
-    states = jax.new_ref(pool)
+    # Slots and heads on one axis: a copy has at most five, of which the tiles in shared memory take four.
+    states = jax.new_ref(pool.reshape(-1, value_dim, key_dim))
     out = plgpu.kernel(
-        _make_body(num_heads // first_heads.num_key, first_heads, tiles, interpret=interpret),
+        _make_body(num_heads, first_heads, tiles, interpret=interpret),
         kernel_name="gdn_prefill_states",
         out_type=jax.ShapeDtypeStruct((num_places, num_heads, value_dim), dtype),
         scratch_types={
             "room": ring_room(stage, tiles.stages, tiles.warpgroups),
-            "outputs": matrices(tiles.warpgroups, COLUMNS),
+            "leave": {
+                "output": matrices(tiles.warpgroups, COLUMNS),
+                "state": plgpu.SMEM((tiles.warpgroups, COLUMNS, key_dim), pool.dtype, transforms=swizzled(pool.dtype)),
+            },
         },
         grid=(rows.offset.shape[0], num_heads, value_dim // columns),
         grid_names=("row", "head", "part"),
@@ -77,11 +81,12 @@ def run_rows(
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
     )(tokens, factors, vars(rows), states)
-    return out, jax.freeze(states)
+    return out, jax.freeze(states).reshape(pool.shape)
 
 
-def _make_body(group: int, first_heads: FirstHeads, tiles: PrefillTiles, *, interpret: bool) -> Callable[..., None]:
-    """Return the program for `group` value heads per key head."""
+def _make_body(num_heads: int, first_heads: FirstHeads, tiles: PrefillTiles, *, interpret: bool) -> Callable[..., None]:
+    """Return the program for `num_heads` value heads."""
+    group = num_heads // first_heads.num_key
     width = COLUMNS * tiles.warpgroups
 
     def gdn_prefill_states_body(
@@ -92,7 +97,7 @@ def _make_body(group: int, first_heads: FirstHeads, tiles: PrefillTiles, *, inte
         out: Any,
         *,
         room: dict[str, Any],
-        outputs: Any,
+        leave: dict[str, Any],
     ) -> None:
         row, head, part, warpgroup = (lax.axis_index(name) for name in ("row", "head", "part", "warpgroup"))
         span, ring, copies = span_of(rows, row), Ring(**room, size=tiles.stages), warpgroup == tiles.warpgroups
@@ -126,7 +131,11 @@ def _make_body(group: int, first_heads: FirstHeads, tiles: PrefillTiles, *, inte
             def _() -> None:
                 set_registers(tiles.chain_registers, "increase")
                 here, there = (pl.ds(first + warpgroup * COLUMNS, COLUMNS) for first in (0, part * width))
-                own, to = pool.at[:, head, there], out.at[:, head, there]
-                run_chunks(span, here, ring, rows, own, to, outputs.at[warpgroup], interpret=interpret)
+                own = Room(**{name: ref.at[warpgroup] for name, ref in leave.items()})
+
+                def state_in(slot: Array) -> Any:
+                    return pool.at[slot * num_heads + head, there]
+
+                run_chunks(span, here, ring, rows, state_in, out.at[:, head, there], own, interpret=interpret)
 
     return gdn_prefill_states_body

@@ -54,10 +54,13 @@ class PrefillTiles:
 def prefill_tiles(num_states: int, value_dim: int) -> PrefillTiles:
     """Choose tiles for an H200 and `num_states` states, one for each row and value head.
 
-    Two warpgroups share what is copied and hide each other's waits, but fill half as many multiprocessors.
+    Two warpgroups share what is copied and hide each other's waits, but fill half as many multiprocessors. Beside the
+    rooms for their states, shared memory has one for two chunks.
     """
     num_programs = num_states * value_dim // COLUMNS
-    return PrefillTiles(warpgroups=2 if num_programs > MULTIPROCESSORS and value_dim > COLUMNS else 1, stages=3)
+    if num_programs > MULTIPROCESSORS and value_dim > COLUMNS:
+        return PrefillTiles(warpgroups=2, stages=2)
+    return PrefillTiles(warpgroups=1, stages=3)
 
 
 def advance_tiles(num_states: int, value_dim: int, window: int, state_dtype: jnp.dtype) -> AdvanceTiles:
