@@ -51,6 +51,33 @@ class _Carried:
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Given:
+    """What a chunk brings to W but for its product."""
+
+    values: _Columns  # (beta V)^T
+    decays: _Columns  # beta exp G, in every row
+
+    def wanted(self, at_keys: _Columns) -> _Columns:
+        """Return W^T from S^T K^T."""
+        return self.values - self.decays * at_keys
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Following:
+    """What a turn reads of the next chunk, in shared memory: keys, values, and IN and BETA."""
+
+    k: Any
+    v: Any
+    gates: Any
+
+    def given(self) -> _Given:
+        """Load what it brings to W."""
+        values = plgpu.load(self.v.transpose((1, 0)), layout=_MATRIX).astype(jnp.float32)
+        decay_in, beta = (_gate(self.gates, which - IN) for which in (IN, BETA))
+        return _Given(values=over_rows(beta, _SHAPE) * values, decays=over_rows(beta * decay_in, _SHAPE))
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Aside:
     """What is done for a chunk beside its products, each where there is time.
 
@@ -58,13 +85,13 @@ class _Aside:
         store_output: brings O^T of the chunk before to shared memory.
         send: has it copied from there, and the state that was exported, if one was.
         export_slot: loads the slot that the chunk's end is exported to.
-        next_chunk: the next chunk, once it has arrived.
+        following: the next chunk, once it has arrived.
     """
 
     store_output: Callable[[], None]
     send: Callable[[], None]
     export_slot: Callable[[], Array]
-    next_chunk: Callable[[], dict[str, Any]]
+    following: Callable[[], _Following]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +110,8 @@ class Room:
 def run_chunks(
     span: Span,
     here: Any,
-    ring: Ring,
+    keys: Ring,
+    turns: Ring,
     rows: dict[str, Any],
     pool: Callable[[Array], Any],
     out: Any,
@@ -96,7 +124,9 @@ def run_chunks(
     Args:
         span: the row's chunks.
         here: the columns, of those of a stage.
-        ring: where the chunks arrive.
+        keys: where those of each chunk arrive.
+        turns: where the rest arrives by turns: `q`, `inverses`, `scores` and `gates` (OUT and IN) of a chunk, `next_v`
+            and `next_gates` (IN and BETA) of the one after it. The first turn has but the latter, of the first chunk.
         rows: fields of `PrefillRows`, in global memory.
         pool: the recurrent state of these columns in a slot, `[columns, dk]` in global memory.
         out: receives outputs of these columns on the grid axis, `[places, columns]` in global memory.
@@ -135,31 +165,37 @@ def run_chunks(
         plgpu.copy_smem_to_gmem(room.output, out.at[span.places(index)])
         send_state(slot)
 
-    def wait(index: Array) -> dict[str, Any]:
-        """Return a chunk once it has arrived; past the end, where nobody reads what is made of it, the last one."""
-        pl.when(index < span.count)(lambda: ring.wait(index))
-        chunk = ring.chunk(jnp.minimum(index, span.count - 1))
-        return {**chunk, "v": chunk["v"].at[:, here]}
+    def following(index: Array) -> _Following:
+        """Return a chunk to the turn before, once its keys have come; past the end is anything that nobody reads."""
+        pl.when(index < span.count)(lambda: keys.wait(index))
+        here_too = turns.arrays(index)
+        k = keys.arrays(jnp.minimum(index, span.count - 1))["k"]
+        return _Following(k=k, v=here_too["next_v"].at[:, here], gates=here_too["next_gates"])
 
     def run_chunk(index: Array, carry: _Carried) -> _Carried:
+        turn = index + 1
         aside = _Aside(
             store_output=lambda: store_output(carry.output),
             send=lambda: pl.when(index > 0)(lambda: send(index - 1, carry.slot)),
             export_slot=lambda: export_slot(index),
-            next_chunk=lambda: wait(index + 1),
+            following=lambda: following(index + 1),
         )
         run = _run_interpreted if interpret else _run_overlapped
-        carry = run(carry, ring.chunk(index), aside)
-        ring.release(index)
+        turns.wait(turn)
+        carry = run(carry, {**turns.arrays(turn), **keys.arrays(index)}, aside)
+        keys.release(index)
+        turns.release(turn)
         store_state(carry.slot, carry.state)
         return carry
 
     def run_all(state: Array) -> Array:
-        operand = state.astype(out.dtype)
-        chunk = wait(jnp.int32(0))
-        given = _given(chunk)
+        operand, first = state.astype(out.dtype), jnp.int32(0)
+        turns.wait(first)
+        chunk = following(first)
+        given = chunk.given()
         nothing = jnp.zeros(_SHAPE, jnp.float32)
-        at_keys = add_product(nothing, operand, chunk["k"].transpose((1, 0)), interpret=interpret)
+        at_keys = add_product(nothing, operand, chunk.k.transpose((1, 0)), interpret=interpret)
+        turns.release(first)
         wanted = given.wanted(at_keys).astype(out.dtype)
         output, slot = nothing.astype(out.dtype), jnp.int32(NULL_SLOT)  # of no chunk: not sent
         carry = _Carried(state=state, operand=operand, wanted=wanted, output=output, slot=slot)
@@ -190,11 +226,11 @@ def _run_interpreted(carry: _Carried, chunk: dict[str, Any], aside: _Aside) -> _
     aside.send()
     written = add(nothing, carry.wanted, chunk["inverses"])
     at_queries = add(nothing, carry.operand, chunk["q"].transpose((1, 0)))
-    kept = over_rows(_gate(chunk, OUT), _SHAPE) * written
+    kept = over_rows(_gate(chunk["gates"], OUT), _SHAPE) * written
     state = add(_decay_of(chunk) * carry.state, kept, chunk["k"])
-    output = add(over_rows(_gate(chunk, IN), _SHAPE) * at_queries, written, chunk["scores"])
-    following = aside.next_chunk()
-    wanted = _given(following).wanted(add(nothing, state, following["k"].transpose((1, 0))))
+    output = add(over_rows(_gate(chunk["gates"], IN), _SHAPE) * at_queries, written, chunk["scores"])
+    following = aside.following()
+    wanted = following.given().wanted(add(nothing, state, following.k.transpose((1, 0))))
     return _Carried(
         state=state,
         operand=state.astype(dtype),
@@ -208,7 +244,7 @@ def _run_overlapped(carry: _Carried, chunk: dict[str, Any], aside: _Aside) -> _C
     """Return the same, with products under way that nothing waits for yet."""
     dtype, sums = carry.operand.dtype, plgpu.WGMMAAccumulatorRef
     aside.store_output()
-    decay, decay_out = lax.optimization_barrier((_decay_of(chunk), _gate(chunk, OUT)))
+    decay, decay_out = lax.optimization_barrier((_decay_of(chunk), _gate(chunk["gates"], OUT)))
 
     def write(written: Any, queries: Any) -> _Carried:
         plgpu.wgmma(written, carry.wanted, chunk["inverses"])
@@ -217,7 +253,7 @@ def _run_overlapped(carry: _Carried, chunk: dict[str, Any], aside: _Aside) -> _C
         start = lax.optimization_barrier(decay * carry.state)  # lest it be done when the product is, and not beside it
         total = _when_done(written, but=1)
         kept = (over_rows(decay_out, _SHAPE) * total).astype(dtype)
-        decay_in = _gate(chunk, IN)  # waits for the queries' product, as its use does
+        decay_in = _gate(chunk["gates"], IN)  # waits for the queries' product, as its use does
 
         def add(after: Any, output: Any) -> _Carried:
             after[...] = start
@@ -225,14 +261,14 @@ def _run_overlapped(carry: _Carried, chunk: dict[str, Any], aside: _Aside) -> _C
             rounded = total.astype(dtype)
             output[...] = over_rows(decay_in, _SHAPE) * _when_done(queries, but=1)
             plgpu.wgmma(output, rounded, chunk["scores"])
-            slot, following = aside.export_slot(), aside.next_chunk()
+            slot, following = aside.export_slot(), aside.following()
             state = _when_done(after, but=1)
             operand = state.astype(dtype)
             done = _when_done(output, but=0).astype(dtype)  # now: registers do not last for it and the keys' product
 
             def read(keys: Any) -> _Carried:
-                plgpu.wgmma(keys, operand, following["k"].transpose((1, 0)))
-                given = _given(following)  # waits for this product, as its use does
+                plgpu.wgmma(keys, operand, following.k.transpose((1, 0)))
+                given = following.given()  # waits for this product, as its use does
                 wanted = given.wanted(_when_done(keys, but=0)).astype(dtype)
                 return _Carried(state=state, operand=operand, wanted=wanted, output=done, slot=slot)
 
@@ -248,27 +284,8 @@ def _when_done(sums: Any, *, but: int) -> Array:
     return lax.optimization_barrier(plgpu.wgmma_accumulator_load(sums, wait_n=but))
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Given:
-    """What a chunk brings to W but for its product."""
-
-    values: _Columns  # (beta V)^T
-    decays: _Columns  # beta exp G, in every row
-
-    def wanted(self, at_keys: _Columns) -> _Columns:
-        """Return W^T from S^T K^T."""
-        return self.values - self.decays * at_keys
-
-
-def _given(chunk: dict[str, Any]) -> _Given:
-    values = plgpu.load(chunk["v"].transpose((1, 0)), layout=_MATRIX).astype(jnp.float32)
-    beta, decay_in = _gate(chunk, BETA), _gate(chunk, IN)
-    return _Given(values=over_rows(beta, _SHAPE) * values, decays=over_rows(beta * decay_in, _SHAPE))
-
-
-def _gate(chunk: dict[str, Any], which: int) -> Float[Array, "places"]:
-    """Return IN, OUT or BETA of a chunk."""
-    return plgpu.load(chunk["gates"].at[which], layout=_MATRIX.reduce(0), optimized=False)
+def _gate(gates: Any, which: int) -> Float[Array, "places"]:
+    return plgpu.load(gates.at[which], layout=_MATRIX.reduce(0), optimized=False)
 
 
 def _decay_of(chunk: dict[str, Any]) -> Array:

@@ -40,7 +40,7 @@ from gdn_jax.kernels.mosaic import everywhere, over_columns, over_rows, product,
 from gdn_jax.kernels.numerics import CHUNK
 
 # Of the numbers by place: decay from a chunk's start to after a token, from there to the chunk's end, write strength.
-IN, OUT, BETA = range(3)
+OUT, IN, BETA = range(3)
 _SHAPE = (CHUNK, CHUNK)
 _MATRIX = plgpu.Layout.WGMMA
 _COLUMN = plgpu.Layout.WGMMA.reduce(1)
@@ -74,7 +74,7 @@ def chunk_factors(
 
     Returns:
         `inverses` T^T and `scores` P^T `[chunks, Nv, CHUNK, CHUNK]` in the dtype of k, and float32 `gates`
-        `[chunks, Nv, 3, CHUNK]`, of IN, OUT and BETA; anything for chunks that are not in use.
+        `[chunks, Nv, 3, CHUNK]`, of OUT, IN and BETA; anything for chunks that are not in use.
     """
     num_chunks, _, num_heads = gates["g"].shape
     num_key, width = first_heads.num_key, k.shape[2]

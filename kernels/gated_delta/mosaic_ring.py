@@ -1,4 +1,4 @@
-"""The chunks of a row, and the ring in shared memory in which they arrive for the warpgroups of the serial kernel.
+"""The chunks of a row, and rings in shared memory in which they arrive for the warpgroups of the serial kernel.
 
 The kernel before the delta rule in the mixer (`gdn_mixer/mosaic_prefill_tiles.py`) finds a row's chunks here, too.
 """
@@ -49,8 +49,8 @@ def ring_room(stage: dict[str, Any], size: int, readers: int) -> dict[str, Any]:
 
     Args:
         stage: arrays `[size, ...]` by name, each to be copied by itself.
-        size: chunks that there is room for.
-        readers: warpgroups that read each chunk.
+        size: stages.
+        readers: warpgroups that read each of them.
     """
     return {
         "stage": stage,
@@ -61,13 +61,13 @@ def ring_room(stage: dict[str, Any], size: int, readers: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Ring:
-    """What chunks need, in shared memory: chunk after chunk, each in the stage that is next.
+    """Arrays in shared memory that arrive again and again, each time in the stage that is next.
 
     Attributes:
         stage: arrays `[size, ...]` by name.
-        here: a barrier for each stage; completes when a chunk has arrived.
-        free: a barrier for each stage; completes when all warpgroups have multiplied with a chunk.
-        size: stages; 2 or more where the next chunk is waited for before one is released.
+        here: a barrier for each stage; completes when its arrays have arrived.
+        free: a barrier for each stage; completes when all warpgroups have read them.
+        size: stages; 2 or more where one is waited for before the one before it is released.
     """
 
     stage: dict[str, Any]
@@ -79,14 +79,17 @@ class Ring:
         return lax.rem(index, jnp.int32(self.size))
 
     def copy(self, index: Array, sources: dict[str, Any]) -> None:
-        """Have a chunk copied from global memory, as soon as there is room."""
+        """Have arrays copied from global memory, as soon as there is room; those without a source stay as they are."""
         stage = self._at(index)
         pl.when(index >= self.size)(lambda: plgpu.barrier_wait(self.free.at[stage]))
         for name, room in self.stage.items():
-            plgpu.copy_gmem_to_smem(sources[name], room.at[stage], self.here.at[stage])
+            if name in sources:
+                plgpu.copy_gmem_to_smem(sources[name], room.at[stage], self.here.at[stage])
+            else:
+                plgpu.barrier_arrive(self.here.at[stage])
 
     def see_out(self, count: Array) -> None:
-        """Wait until all chunks have been read: every completion of a barrier is to be waited for."""
+        """Wait until all that was copied has been read: every completion of a barrier is to be waited for."""
 
         def wait(index: Array, nothing: None) -> None:
             plgpu.barrier_wait(self.free.at[self._at(index)])
@@ -95,13 +98,13 @@ class Ring:
         lax.fori_loop(jnp.maximum(count - self.size, 0), count, wait, None)
 
     def wait(self, index: Array) -> None:
-        """Wait until a chunk has arrived."""
+        """Wait until arrays have arrived."""
         plgpu.barrier_wait(self.here.at[self._at(index)])
 
-    def chunk(self, index: Array) -> dict[str, Any]:
-        """Return the arrays of a chunk, which may not have arrived yet."""
+    def arrays(self, index: Array) -> dict[str, Any]:
+        """Return arrays, which may not have arrived yet."""
         return {name: ref.at[self._at(index)] for name, ref in self.stage.items()}
 
     def release(self, index: Array) -> None:
-        """Say that this warpgroup reads a chunk no more."""
+        """Say that this warpgroup reads them no more."""
         plgpu.barrier_arrive(self.free.at[self._at(index)])

@@ -4,8 +4,9 @@
     S <- exp(G_n) S + K^T diag(exp(G_n - G)) V'
 
 with T, P and gates as `mosaic_chunks.py` leaves them. One program owns some value columns of one head of one row, 64
-for each warpgroup that multiplies (`mosaic_chain.py`). One more warpgroup copies what they need into a ring in shared
-memory, some chunks ahead (`mosaic_ring.py`).
+for each warpgroup that multiplies (`mosaic_chain.py`). One more warpgroup copies what they need into two rings in
+shared memory, ahead of them (`mosaic_ring.py`). A turn of their loop ends with W of the next chunk: so keys are read in
+two turns, all else in one.
 """
 
 from collections.abc import Callable
@@ -20,11 +21,14 @@ from jaxtyping import Array, Float
 
 from gdn_jax.kernels.anchors import NULL_SLOT, PrefillRows
 from gdn_jax.kernels.gated_delta.mosaic_chain import Room, run_chunks
+from gdn_jax.kernels.gated_delta.mosaic_chunks import IN, OUT
 from gdn_jax.kernels.gated_delta.mosaic_heads import FirstHeads
 from gdn_jax.kernels.gated_delta.mosaic_ring import Ring, ring_room, span_of
 from gdn_jax.kernels.gated_delta.tiles import COLUMNS, PrefillTiles
 from gdn_jax.kernels.mosaic import swizzled
 from gdn_jax.kernels.numerics import CHUNK
+
+_KEYS = 3  # chunks whose keys are held: the one that is multiplied, the next one, and one ahead
 
 
 def run_rows(
@@ -59,9 +63,9 @@ def run_rows(
     def matrices(count: int, width: int) -> Any:
         return plgpu.SMEM((count, CHUNK, width), dtype, transforms=swizzled(dtype))
 
-    widths = {"k": key_dim, "q": key_dim, "v": columns, "inverses": CHUNK, "scores": CHUNK}
-    stage = {name: matrices(tiles.stages, width) for name, width in widths.items()}
-    stage["gates"] = plgpu.SMEM((tiles.stages, 3, CHUNK), jnp.float32)
+    widths = {"q": key_dim, "inverses": CHUNK, "scores": CHUNK, "next_v": columns}
+    turn = {name: matrices(tiles.stages, width) for name, width in widths.items()}
+    turn |= {name: plgpu.SMEM((tiles.stages, 2, CHUNK), jnp.float32) for name in ("gates", "next_gates")}
     # Slots and heads on one axis: a copy has at most five, of which the tiles in shared memory take four.
     states = jax.new_ref(pool.reshape(-1, value_dim, key_dim))
     out = plgpu.kernel(
@@ -69,7 +73,8 @@ def run_rows(
         kernel_name="gdn_prefill_states",
         out_type=jax.ShapeDtypeStruct((num_places, num_heads, value_dim), dtype),
         scratch_types={
-            "room": ring_room(stage, tiles.stages, tiles.warpgroups),
+            "key": ring_room({"k": matrices(_KEYS, key_dim)}, _KEYS, tiles.warpgroups),
+            "turn": ring_room(turn, tiles.stages, tiles.warpgroups),
             "leave": {
                 "output": matrices(tiles.warpgroups, COLUMNS),
                 "state": plgpu.SMEM((tiles.warpgroups, COLUMNS, key_dim), pool.dtype, transforms=swizzled(pool.dtype)),
@@ -96,46 +101,68 @@ def _make_body(num_heads: int, first_heads: FirstHeads, tiles: PrefillTiles, *, 
         pool: Any,
         out: Any,
         *,
-        room: dict[str, Any],
+        key: dict[str, Any],
+        turn: dict[str, Any],
         leave: dict[str, Any],
     ) -> None:
         row, head, part, warpgroup = (lax.axis_index(name) for name in ("row", "head", "part", "warpgroup"))
-        span, ring, copies = span_of(rows, row), Ring(**room, size=tiles.stages), warpgroup == tiles.warpgroups
+        copies = warpgroup == tiles.warpgroups
+        keys, turns = Ring(**key, size=_KEYS), Ring(**turn, size=tiles.stages)
 
         def set_registers(count: int, action: Literal["increase", "decrease"]) -> None:
             if tiles.warpgroups > 1:  # else each thread may have 255
                 plgpu.set_max_registers(count, action=action)
 
-        @pl.when((span.count > 0) | (rows["write_slot"][row] != NULL_SLOT))
+        @pl.when((rows["length"][row] > 0) | (rows["write_slot"][row] != NULL_SLOT))
         def _() -> None:
             @pl.when(copies)
             def _() -> None:
                 set_registers(tiles.copy_registers, "decrease")
+                span = span_of(rows, row)  # in either branch: held from before both it would be spilled
                 key_head = lax.div(head, jnp.int32(group))
-                of_head = {
-                    "q": tokens["q"].at[:, first_heads.q + key_head],
-                    "k": tokens["k"].at[:, first_heads.k + key_head],
-                    "v": tokens["v"].at[:, first_heads.v + head, pl.ds(part * width, width)],
-                }
+                q, k = (
+                    tokens[name].at[:, first + key_head] for name, first in (("q", first_heads.q), ("k", first_heads.k))
+                )
+                v = tokens["v"].at[:, first_heads.v + head, pl.ds(part * width, width)]
+
+                def factor(name: str, index: Array) -> Any:
+                    return factors[name].at[span.number + index, head]
+
+                def of_next(index: Array) -> dict[str, Any]:
+                    """Return what is read of a chunk in the turn before, but for its keys."""
+                    gates = factor("gates", index).at[pl.ds(IN, 2)]
+                    return {"next_v": v.at[span.places(index)], "next_gates": gates}
+
+                def copy_keys(index: Array) -> None:
+                    keys.copy(index, {"k": k.at[span.places(index)]})
 
                 def copy(index: Array, nothing: None) -> None:
-                    sources = {name: packed.at[span.places(index)] for name, packed in of_head.items()}
-                    sources |= {name: factor.at[span.number + index, head] for name, factor in factors.items()}
-                    ring.copy(index, sources)
+                    """Copy what is read in the turn of a chunk, and keys of the next; that of the last is the last."""
+                    sources = {name: factor(name, index) for name in ("inverses", "scores")}
+                    sources |= {"q": q.at[span.places(index)], "gates": factor("gates", index).at[pl.ds(OUT, 2)]}
+                    turns.copy(index + 1, sources | of_next(jnp.minimum(index + 1, span.count - 1)))
+                    pl.when(index + 1 < span.count)(lambda: copy_keys(index + 1))
                     return nothing
 
-                lax.fori_loop(0, span.count, copy, None)
-                ring.see_out(span.count)
+                @pl.when(span.count > 0)
+                def _() -> None:
+                    first = jnp.int32(0)  # before the turns of chunks is one that forms W of the first alone
+                    copy_keys(first)
+                    turns.copy(first, of_next(first))
+                    lax.fori_loop(0, span.count, copy, None)
+                    keys.see_out(span.count)
+                    turns.see_out(span.count + 1)
 
             @pl.when(~copies)
             def _() -> None:
                 set_registers(tiles.chain_registers, "increase")
+                span = span_of(rows, row)
                 here, there = (pl.ds(first + warpgroup * COLUMNS, COLUMNS) for first in (0, part * width))
                 own = Room(**{name: ref.at[warpgroup] for name, ref in leave.items()})
 
                 def state_in(slot: Array) -> Any:
                     return pool.at[slot * num_heads + head, there]
 
-                run_chunks(span, here, ring, rows, state_in, out.at[:, head, there], own, interpret=interpret)
+                run_chunks(span, here, keys, turns, rows, state_in, out.at[:, head, there], own, interpret=interpret)
 
     return gdn_prefill_states_body

@@ -34,7 +34,8 @@ class PrefillTiles:
 
     Attributes:
         warpgroups: those that multiply in one program; each owns COLUMNS value columns of one head.
-        stages: chunks that shared memory holds for them; 2 or more, as a chunk is released after the next one is read.
+        stages: turns of their loop for which shared memory holds queries, values and factors; 2 or more, the one that
+            is under way and those ahead.
         chain_registers: of a thread that multiplies, where more than one warpgroup does.
         copy_registers: of a thread that copies, then.
     """
@@ -48,14 +49,14 @@ class PrefillTiles:
         if self.warpgroups not in (1, 2):
             raise ValueError(f"a program must have 1 or 2 warpgroups that multiply; got {self.warpgroups}")
         if self.stages < 2:
-            raise ValueError(f"stages must be 2 or more, a chunk and the next one; got {self.stages}")
+            raise ValueError(f"stages must be 2 or more, a turn and the next one; got {self.stages}")
 
 
 def prefill_tiles(num_states: int, value_dim: int) -> PrefillTiles:
     """Choose tiles for an H200 and `num_states` states, one for each row and value head.
 
     Two warpgroups share what is copied and hide each other's waits, but fill half as many multiprocessors. Beside the
-    rooms for their states, shared memory has one for two chunks.
+    room for their states, shared memory has room for two stages.
     """
     num_programs = num_states * value_dim // COLUMNS
     if num_programs > MULTIPROCESSORS and value_dim > COLUMNS:
