@@ -21,7 +21,15 @@ import numpy as np
 import tyro
 from jax import lax
 
-from benchmarks.kernels.device_time import Times, copy_bandwidth, relative_error, run_cases, time_calls, time_rows
+from benchmarks.kernels.device_time import (
+    Times,
+    copy_bandwidth,
+    random_keys,
+    relative_error,
+    run_cases,
+    time_calls,
+    time_rows,
+)
 from benchmarks.kernels.peers import has_fla, time_fla_advance
 from benchmarks.results_file import ResultRow
 from gdn_jax.kernels.anchors import NULL_SLOT, AdvanceRows
@@ -61,7 +69,7 @@ class Options:
 def draw(case: AdvanceCase, num_slots: int) -> AdvanceArguments:
     """Draw the arguments of a case on the device; every row has full windows of replayed and new tokens."""
     heads, lead = case.heads, (case.num_rows, case.window)
-    keys = iter(jax.random.split(jax.random.key(0), 12))
+    keys = random_keys(0, 12)
 
     def unit(num_heads: int, width: int, scale: float = 1.0) -> jax.Array:
         x = jax.random.normal(next(keys), (*lead, num_heads, width))

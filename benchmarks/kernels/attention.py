@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from benchmarks.kernels.device_time import copy_bandwidth, relative_error, run_cases, time_calls, time_rows
+from benchmarks.kernels.device_time import copy_bandwidth, random_keys, relative_error, run_cases, time_calls, time_rows
 from benchmarks.results_file import ResultRow
 from gdn_jax.kernels.anchors import AdvanceRows
 from gdn_jax.kernels.dispatch import Implementation
@@ -94,7 +94,7 @@ Arguments = tuple[jax.Array, jax.Array, jax.Array, jax.Array, AdvanceRows]
 @partial(jax.jit, static_argnums=0)
 def draw(case: Case) -> Arguments:
     """Draw queries, pages of keys and of values, block tables and rows, on the device."""
-    keys = iter(jax.random.split(jax.random.key(0), 3))
+    keys = random_keys(0, 3)
     blocks = -(-case.context // CHUNK)
     order = np.random.RandomState(0).permutation(case.num_rows * blocks).reshape(case.num_rows, blocks)
     counts = jnp.full((case.num_rows,), case.window, jnp.int32)

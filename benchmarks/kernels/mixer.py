@@ -19,7 +19,7 @@ import tyro
 from jax import lax
 
 from benchmarks.kernels import advance
-from benchmarks.kernels.device_time import Times, relative_error, run_cases, time_calls, time_rows
+from benchmarks.kernels.device_time import Times, random_keys, relative_error, run_cases, time_calls, time_rows
 from benchmarks.results_file import ResultRow
 from gdn_jax.kernels.anchors import AdvanceRows
 from gdn_jax.kernels.dispatch import Implementation
@@ -59,7 +59,7 @@ class Options:
 def draw(case: AdvanceCase, num_slots: int) -> tuple[MixerTokens, MixerWeights, RecurrentState]:
     """Draw the arguments of a case on the device, a lane for each row."""
     heads, args = case.heads, advance.draw(case, num_slots)
-    keys = iter(jax.random.split(jax.random.key(1), 12))
+    keys = random_keys(1, 12)
     lead = case.num_rows, case.window
     channels = 2 * heads.num_key * heads.key_dim + heads.num_value * heads.value_dim
 

@@ -18,7 +18,15 @@ import jax.numpy as jnp
 import tyro
 from jax import lax
 
-from benchmarks.kernels.device_time import Times, copy_bandwidth, relative_error, run_cases, time_calls, time_rows
+from benchmarks.kernels.device_time import (
+    Times,
+    copy_bandwidth,
+    random_keys,
+    relative_error,
+    run_cases,
+    time_calls,
+    time_rows,
+)
 from benchmarks.results_file import ResultRow
 from gdn_jax.kernels.anchors import PrefillRows
 from gdn_jax.kernels.dispatch import Implementation
@@ -75,7 +83,7 @@ class Options:
 @partial(jax.jit, static_argnums=0)
 def draw(case: PrefillCase, seed: int | jax.Array) -> tuple[MixerTokens, MixerWeights]:
     """Draw the tokens and weights of a case on the device."""
-    heads, keys = case.heads, iter(jax.random.split(jax.random.key(seed), 8))
+    heads, keys = case.heads, random_keys(seed, 8)
 
     def normal(*shape: int, dtype: str = case.dtype) -> jax.Array:
         return jax.random.normal(next(keys), shape, dtype)
@@ -184,7 +192,7 @@ def time_norm(case: PrefillCase, options: Options) -> Times:
         return lax.optimization_barrier(norm_from_grid(out, tokens, place, weights.norm, eps=_EPS))
 
     held = [
-        (*draw(case, seed), jax.random.normal(jax.random.key(seed), shape, case.dtype))
+        (*draw(case, seed), jax.random.normal(next(random_keys(seed, 1)), shape, case.dtype))
         for seed in range(_num_calls(case))
     ]
     return time_calls(call, jnp.zeros_like(held[0][0].z), held, repeats=options.repeats)

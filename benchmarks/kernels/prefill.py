@@ -28,6 +28,7 @@ from benchmarks.kernels.device_time import (
     Times,
     copy_bandwidth,
     matmul_rate,
+    random_keys,
     run_cases,
     time_calls,
     time_rows,
@@ -145,7 +146,7 @@ def prefill_of(case: PrefillCase, options: Options) -> Prefill:
 @partial(jax.jit, static_argnums=0, static_argnames="correlated")
 def draw(case: PrefillCase, seed: int | jax.Array, *, correlated: bool = False) -> PrefillArguments:
     """Draw the arguments of a case on the device; correlated keys share most of their direction, and overwrite it."""
-    heads, keys = case.heads, iter(jax.random.split(jax.random.key(seed), 6))
+    heads, keys = case.heads, random_keys(seed, 6)
     key_shape, value_shape = ((case.num_tokens, count, width) for count, width in _widths(case))
 
     def unit(x: jax.Array, scale: float = 1.0) -> jax.Array:

@@ -20,7 +20,15 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from benchmarks.kernels.device_time import Times, matmul_rate, relative_error, run_cases, time_calls, time_rows
+from benchmarks.kernels.device_time import (
+    Times,
+    matmul_rate,
+    random_keys,
+    relative_error,
+    run_cases,
+    time_calls,
+    time_rows,
+)
 from benchmarks.results_file import ResultRow
 from gdn_jax.kernels.anchors import PrefillRows
 from gdn_jax.kernels.dispatch import Implementation
@@ -111,7 +119,7 @@ class Drawn(NamedTuple):
 @partial(jax.jit, static_argnums=0)
 def draw(case: Case) -> Drawn:
     """Draw queries and pages on the device; pages of a row lie in random order."""
-    keys = iter(jax.random.split(jax.random.key(0), 3))
+    keys = random_keys(0, 3)
     blocks = -(-case.context // CHUNK)
     order = np.random.RandomState(0).permutation(case.num_rows * blocks).reshape(case.num_rows, blocks)
     row = jnp.arange(case.num_rows, dtype=jnp.int32)
