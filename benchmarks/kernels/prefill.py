@@ -3,17 +3,16 @@
     python -m benchmarks.kernels.prefill
 
 Every case is checked first against a float64 recurrence over some of its heads, with drawn keys and with strongly
-correlated ones, outputs and final states; a case whose check fails has no time. Tokens stand on the chunk grid before
-the clock starts, where the mixer's prefill writes them. Where flash-linear-attention, FlashQLA or jax-linear-attention
-are installed, they run the same tokens from empty states; what FlashQLA's authors publish of FlashInfer on an H200
-stands beside them as it is published. `--warpgroups` and `--stages` try other tiles.
+correlated ones, outputs and states, exported ones too; a case whose check fails has no time. Tokens stand on the chunk
+grid before the clock starts, where the mixer's prefill writes them. Where flash-linear-attention, FlashQLA or
+jax-linear-attention are installed, they run the same tokens from empty states; what FlashQLA's authors publish of
+FlashInfer on an H200 stands beside them as it is published. `--warpgroups` and `--stages` try other tiles.
 """
 
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -174,7 +173,7 @@ def _widths(case: PrefillCase) -> tuple[tuple[int, int], tuple[int, int]]:
 
 
 def check(case: PrefillCase, prefill: Prefill, *, correlated: bool) -> float:
-    """Return the error of outputs and final states of some heads, the larger of the two.
+    """Return the error of outputs and of the states in slots, of some heads, the larger of the two.
 
     Raises:
         SystemExit: it is above its tolerance, so that no time would mean anything.
@@ -184,8 +183,8 @@ def check(case: PrefillCase, prefill: Prefill, *, correlated: bool) -> float:
     outputs = prefill.take_back(outputs, args)
     checked = np.linspace(0, case.heads.num_value - 1, _CHECKED_HEADS).astype(int)
     want, states = run_float64(case, args, checked)
-    slots = np.asarray(args.rows.write_slot)
-    error = max(_error(outputs[:, checked], want), _error(pool[slots][:, checked], states))
+    slots = np.array(list(states))
+    error = max(_error(outputs[:, checked], want), _error(pool[slots][:, checked], np.stack(list(states.values()))))
     limit = _TOLERANCES["correlated" if correlated else "random"]
     if not error <= limit:
         kind = "correlated" if correlated else "drawn"
@@ -198,25 +197,39 @@ def _error(got: jax.Array | np.ndarray, want: np.ndarray) -> float:
     return float(np.linalg.norm(wide - want) / np.linalg.norm(want))
 
 
-def run_float64(case: PrefillCase, args: PrefillArguments, heads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def run_float64(
+    case: PrefillCase, args: PrefillArguments, heads: np.ndarray
+) -> tuple[np.ndarray, dict[int, np.ndarray]]:
     """Run some value heads through the recurrence in float64, from empty states.
 
     Returns:
-        Outputs `[T, heads, dv]`; final states `[rows, heads, dv, dk]`.
+        Outputs `[T, heads, dv]`; by slot the states `[heads, dv, dk]` that are exported or final.
     """
     group = case.heads.num_value // case.heads.num_key
     q, k = (np.asarray(x[:, heads // group], np.float64) for x in (args.q, args.inputs.k))
     v, g, beta = (np.asarray(x[:, heads], np.float64) for x in (args.inputs.v, args.inputs.g, args.inputs.beta))
-    bounds = np.cumsum([0, *(span.length for span in case.spans)]).tolist()
+    write_slot, export_slot = np.asarray(args.rows.write_slot), np.asarray(args.rows.export_slot)
+    outputs, states, begin = np.zeros(v.shape), {}, 0
     with jax.enable_x64(True):
-        rows = [_recurrence(*(x[start:end] for x in (q, k, v, g, beta))) for start, end in pairwise(bounds)]
-        outputs, states = ([np.asarray(x) for x in of_rows] for of_rows in zip(*rows, strict=True))
-    return np.concatenate(outputs), np.stack(states)
+        for row, span in enumerate(case.spans):
+            end, piece = begin + span.length, case.export_every or span.length
+            state = np.zeros((len(heads), v.shape[2], k.shape[2]))
+            for first in range(begin, end, piece):
+                tokens = slice(first, min(first + piece, end))
+                out, state = _recurrence(state, *(x[tokens] for x in (q, k, v, g, beta)))
+                outputs[tokens] = np.asarray(out)
+                if case.export_every and tokens.stop == first + piece:
+                    states[int(export_slot[row, (tokens.stop - begin) // CHUNK - 1])] = np.asarray(state)
+            states[int(write_slot[row])] = np.asarray(state)
+            begin = end
+    return outputs, states
 
 
 @jax.jit
-def _recurrence(q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Run one row from an empty state, token by token; the first axis of all is tokens, the second heads."""
+def _recurrence(
+    state: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return the outputs of some tokens of a row, and the state after them; the first axis of all else is tokens."""
 
     def product(state: jax.Array, vector: jax.Array) -> jax.Array:
         return (state * vector[:, None, :]).sum(-1)
@@ -228,8 +241,7 @@ def _recurrence(q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: ja
         state = state + error[:, :, None] * k[:, None, :]
         return state, product(state, q)
 
-    empty = jnp.zeros((v.shape[1], v.shape[2], k.shape[2]), v.dtype)
-    state, outputs = lax.scan(step, empty, (q, k, v, g, beta))
+    state, outputs = lax.scan(step, state, (q, k, v, g, beta))
     return outputs, state
 
 
