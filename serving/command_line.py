@@ -92,7 +92,7 @@ class Generate:
 
 @dataclass(frozen=True, kw_only=True)
 class Info:
-    """Say what a model is, what it needs, and what fits; reads config.json alone.
+    """Say what a model is, what it needs, and what fits; reads config.json alone. Exit code 2: it does not fit.
 
     Attributes:
         model: folder with config.json, a config file, or the name of a shipped model: pico.
@@ -193,7 +193,7 @@ def run() -> int:
         elif isinstance(command, Bench):
             _bench(command.measure)
         else:
-            _info(command)
+            return _info(command)
     except _MISTAKES as mistake:
         sys.stderr.write(f"gdn-jax: {_one_line(mistake)}\n")
         return 2
@@ -355,10 +355,12 @@ def _show_drafts(before: EngineStats, after: EngineStats) -> None:
         )
 
 
-def _info(command: Info) -> None:
+def _info(command: Info) -> int:
+    """Return the exit code: 2, as of a start that is refused, if the device could not serve the model."""
     report = describe_model(command.model, memory_gib=command.memory_gib, dtype=command.dtype)
     if command.json:
-        _write(json.dumps(report, indent=2) + "\n")
-        return
-    width = max(map(len, report))
-    _write("".join(f"{name.replace('_', ' '):{width}}  {value}\n" for name, value in report.items()))
+        _write(json.dumps(report.lines, indent=2) + "\n")
+    else:
+        width = max(map(len, report.lines))
+        _write("".join(f"{name.replace('_', ' '):{width}}  {value}\n" for name, value in report.lines.items()))
+    return 0 if report.fits else 2

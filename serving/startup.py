@@ -169,7 +169,7 @@ def memory_request(
     Raises:
         StartupError: the device does not say how much memory there is, and the config neither.
     """
-    total = 0
+    total = limit = 0
     pool = int(config.pool_memory_gib * _GIB)
     if device.platform == "cpu":
         pool = pool or min(_CPU_POOL_BYTES, available_host_bytes() // 2)
@@ -202,6 +202,7 @@ def memory_request(
         num_blocks=config.num_blocks,
         num_slots=config.num_state_slots,
         implementation=implementation,
+        device_bytes=limit,
     )
 
 

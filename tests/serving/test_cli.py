@@ -56,6 +56,15 @@ def test_info_prints_what_a_model_is_also_as_json(monkeypatch, capsys):
     assert "3 GDN + 1 attention layers" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("form", [(), ("--json",)])
+def test_info_ends_with_exit_code_2_where_the_device_cannot_hold_the_model(monkeypatch, capsys, form):
+    assert run(monkeypatch, "info", "--model", str(TINY), "--memory-gib", "0.0001", *form) == 2
+    shown = capsys.readouterr().out
+    assert "not in 0.0001 GiB: weights must fit" in shown
+    assert "max_model_len" not in shown
+    assert run(monkeypatch, "info", "--model", str(TINY), "--memory-gib", "1", *form) == 0
+
+
 def test_a_mistake_is_one_line_and_exit_code_2(monkeypatch, capsys, tmp_path):
     code = run(monkeypatch, "generate", "--model", str(tmp_path / "absent"), "--prompt", "x", "--quiet")
     assert code == 2
