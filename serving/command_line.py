@@ -23,6 +23,7 @@ from gdn_jax.serving.bench.throughput import Throughput, measure_throughput
 from gdn_jax.serving.config import EngineConfig, SettingError
 from gdn_jax.serving.core.errors import EngineError, InvalidPromptError, RequestError, StartupError
 from gdn_jax.serving.engine_types import EngineStats
+from gdn_jax.serving.flags import RefusedFlagError, in_flags, refusals_in_flags, settings_of
 from gdn_jax.serving.http.config import ServerConfig
 from gdn_jax.serving.http.records import JsonFormatter
 from gdn_jax.serving.http.serve import serve
@@ -181,7 +182,12 @@ def run() -> int:
     A mistake of the user's is one line and exit code 2, a failure while running one line and 1; a reader of standard
     output that left is no line and 141, as if the signal for it had ended the process. A bug is a traceback.
     """
-    command = tyro.cli(_Command, prog="gdn-jax")
+    try:
+        with refusals_in_flags():
+            command = tyro.cli(_Command, prog="gdn-jax")
+    except RefusedFlagError as mistake:
+        sys.stderr.write(f"gdn-jax: {_one_line(mistake)}\n")
+        return 2
     _let_jax_use_the_card(os.environ)
     try:
         if isinstance(command, Generate):
@@ -195,7 +201,7 @@ def run() -> int:
         else:
             return _info(command)
     except _MISTAKES as mistake:
-        sys.stderr.write(f"gdn-jax: {_one_line(mistake)}\n")
+        sys.stderr.write(f"gdn-jax: {in_flags(_one_line(mistake), settings_of(command))}\n")
         return 2
     except EngineError as failure:
         sys.stderr.write(f"gdn-jax: {_one_line(failure)}\n")

@@ -101,10 +101,10 @@ def test_info_on_a_config_that_is_none_is_one_line_and_exit_code_2(monkeypatch, 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--temperature", "-1"], "temperature must be"),
-        (["--max-tokens", "0"], "max_tokens must be"),
-        (["--max-tokens", "9999"], "max_model_len (256)"),
-        (["--stop", ""], "stop must be"),
+        (["--temperature", "-1"], "--temperature must be"),
+        (["--max-tokens", "0"], "--max-tokens must be"),
+        (["--max-tokens", "9999"], "--max-model-len (256)"),
+        (["--stop", ""], "--stop must be"),
     ],
 )
 def test_a_parameter_that_cannot_be_is_one_line_and_exit_code_2(monkeypatch, capsys, arguments, words):
@@ -121,7 +121,7 @@ def test_a_parameter_that_cannot_be_is_refused_before_the_model_is_loaded(monkey
 
     monkeypatch.setattr(llm, "build_engine", refuse)
     assert run(monkeypatch, "generate", "--model", "any", "--prompt", "x", "--quiet", "--top-p", "7") == 2
-    assert "top_p must be" in capsys.readouterr().err
+    assert "--top-p must be" in capsys.readouterr().err
 
 
 def closed_pipe():
@@ -177,9 +177,37 @@ def test_an_interrupt_during_the_imports_ends_with_130_and_no_traceback(tmp_path
     assert (process.returncode, error) == (130, b"")
 
 
-def test_a_setting_that_cannot_be_ends_with_exit_code_2(monkeypatch, capsys):
-    assert run_quickly(monkeypatch, "--prompt", "x", "--state-interval", "100")[0] == 2
-    assert "state_interval must be a multiple" in " ".join(capsys.readouterr().err.split())
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            ["generate", "--prompt", "x", "--state-interval", "100"],
+            "--state-interval must be a multiple of --block-size",
+        ),
+        (["serve", "--max-num-seqs", "0"], "--max-num-seqs must be an integer of at least 1; got 0"),
+        (["serve", "--port", "99999"], "--port must be in 0..65535; got 99999"),
+        (["serve", "--ssl-certfile", "x"], "--ssl-certfile and --ssl-keyfile must be given together"),
+        (["bench", "latency", "--batch-size", "0"], "--batch-size must be at least 1; got 0"),
+        (["bench", "throughput", "--max-num-seqs", "0"], "--max-num-seqs must be an integer of at least 1; got 0"),
+        (["info", "--memory-gib", "-1"], "--memory-gib must be a positive number"),
+        (["info", "--dtype", "float7"], "--dtype must be auto or one of"),
+        (["generate", "--prompt", "x", "--max-model-len", "9999"], "--max-model-len must be at most the model's 4096"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_one_line_that_names_its_flag_and_exit_code_2(
+    monkeypatch, capsys, arguments, words
+):
+    assert run(monkeypatch, *arguments, "--model", str(TINY), *(["--quiet"] if arguments[0] != "info" else [])) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"gdn-jax: {words}")
+    assert error.count("\n") == 1
+
+
+def test_help_says_what_each_command_is_for(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["gdn-jax", "serve", "--help"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "Answer HTTP requests in OpenAI's form" in capsys.readouterr().out
 
 
 def test_an_answer_that_failed_ends_with_exit_code_1_after_the_others(monkeypatch, capsys):
