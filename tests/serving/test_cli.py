@@ -1,6 +1,7 @@
 """The command line: answers on standard output, everything else on standard error, one line for a mistake."""
 
 import io
+import itertools
 import json
 import logging
 import os
@@ -289,12 +290,56 @@ class Screen(io.StringIO):
         return self._is_terminal
 
 
-@pytest.mark.parametrize(("is_terminal", "shown"), [(True, "Bees\nlog\nmake\nlog\n"), (False, "Beeslog\nmake\nlog\n")])
-def test_a_log_line_stands_in_no_answer_on_the_same_terminal(monkeypatch, is_terminal, shown):
+def logs_at_every_step(monkeypatch, *arguments: str, is_terminal: bool) -> tuple[str, list[str]]:
+    """Return what `generate` shows where both outputs go to one place, and its answers."""
+    steps = itertools.count()
+    log = logging.getLogger("gdn_jax.test")
+    launch = QuickRunner.launch
+
+    def tell(self, plan):
+        log.info("step %d", next(steps))
+        return launch(self, plan)
+
     screen = Screen(is_terminal=is_terminal)
+    monkeypatch.setattr(QuickRunner, "launch", tell)
     monkeypatch.setattr(sys, "stdout", screen)
-    handler = command_line._LineOfItsOwn(screen)
-    for text in ("Bees", "make\n"):
-        command_line._write(text)
-        handler.emit(logging.makeLogRecord({"msg": "log"}))
-    assert screen.getvalue() == shown
+    monkeypatch.setattr(sys, "stderr", screen)
+    run_quickly(monkeypatch, *arguments, "--max-tokens", "12", "--temperature", "0", "--ignore-eos")
+    params = llm.SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    prompts = [text for flag, text in itertools.pairwise(arguments) if flag == "--prompt"]
+    answers = [llm.LLM("any", use_tqdm=False).generate(one, params, use_tqdm=False)[0] for one in prompts]
+    return screen.getvalue(), [answer.outputs[0].text for answer in answers]
+
+
+def test_no_log_line_stands_in_an_answer_on_the_same_terminal(monkeypatch):
+    shown, answers = logs_at_every_step(monkeypatch, "--prompt", "ab", "--prompt", "cd", is_terminal=True)
+    assert len(answers) == 2
+    for answer in answers:
+        assert f"\n{answer}\n" in shown
+        assert not re.search(r"I step \d", answer)
+    numbers = [int(number) for number in re.findall(r"^I step (\d+)$", shown, re.MULTILINE)]
+    assert numbers[:12] == list(range(12))  # none is lost, and their order is kept
+    # A compilation's line would come with the first decode step.
+    assert shown.index("I step 1\n") < shown.index(answers[0]) < shown.index("I step 11\n")
+
+
+def test_log_lines_that_go_elsewhere_than_the_answer_do_not_wait_for_it(monkeypatch):
+    shown, (answer,) = logs_at_every_step(monkeypatch, "--prompt", "ab", is_terminal=False)
+    assert answer not in shown
+    assert "I step 9\n" in shown
+
+
+def test_an_answer_that_is_cut_off_ends_its_line_before_what_waited(monkeypatch):
+    screen = Screen(is_terminal=True)
+    monkeypatch.setattr(sys, "stdout", screen)
+    handler = command_line._BetweenAnswers(screen)
+
+    def cut_off() -> None:
+        with handler.answer():
+            command_line._write("Bees")
+            handler.handle(logging.makeLogRecord({"msg": "log"}))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        cut_off()
+    assert screen.getvalue() == "Bees\nlog\n"
