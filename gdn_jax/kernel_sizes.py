@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from gdn_jax.config import ModelConfig
 from gdn_jax.kernels.dispatch import tensor_cores_multiply
 from gdn_jax.kernels.gated_delta.tiles import check_mixer
-from gdn_jax.kernels.gdn_mixer.tiles import check_taps
+from gdn_jax.kernels.gdn_mixer.tiles import check_taps, check_value_heads
 from gdn_jax.kernels.numerics import CHUNK
 from gdn_jax.kernels.paged_attention.tiles import check_advance
 
@@ -30,7 +30,8 @@ def check_kernel_sizes(
         jnp.dtype(state_dtype),
     )
     if tensor_cores_multiply(dtype):
-        # Beside taps, prefill asks for no more than decode: it runs any number of heads per KV head.
+        # Beside taps and value heads, prefill asks for no more than decode: it runs any number of heads per KV head.
         check_taps(config.conv_kernel)
+        check_value_heads(config.num_linear_value_heads)
         group = config.num_attention_heads // config.num_kv_heads
         check_advance(width=config.head_dim, block_size=block_size, queries=window * group)

@@ -6,8 +6,10 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
+from itertools import chain, islice
 from types import ModuleType
 from typing import Annotated, TextIO
 
@@ -23,6 +25,7 @@ from gdn_jax.serving.bench.throughput import Throughput, measure_throughput
 from gdn_jax.serving.config import EngineConfig, SettingError
 from gdn_jax.serving.core.errors import EngineError, InvalidPromptError, RequestError, StartupError
 from gdn_jax.serving.engine_types import EngineStats
+from gdn_jax.serving.flags import RefusedFlagError, in_flags, refusals_in_flags, settings_of
 from gdn_jax.serving.http.config import ServerConfig
 from gdn_jax.serving.http.records import JsonFormatter
 from gdn_jax.serving.http.serve import serve
@@ -92,7 +95,7 @@ class Generate:
 
 @dataclass(frozen=True, kw_only=True)
 class Info:
-    """Say what a model is, what it needs, and what fits; reads config.json alone.
+    """Say what a model is, what it needs, and what fits; reads config.json alone. Exit code 2: it does not fit.
 
     Attributes:
         model: folder with config.json, a config file, or the name of a shipped model: pico.
@@ -181,7 +184,12 @@ def run() -> int:
     A mistake of the user's is one line and exit code 2, a failure while running one line and 1; a reader of standard
     output that left is no line and 141, as if the signal for it had ended the process. A bug is a traceback.
     """
-    command = tyro.cli(_Command, prog="gdn-jax")
+    try:
+        with refusals_in_flags():
+            command = tyro.cli(_Command, prog="gdn-jax")
+    except RefusedFlagError as mistake:
+        sys.stderr.write(f"gdn-jax: {_one_line(mistake)}\n")
+        return 2
     _let_jax_use_the_card(os.environ)
     try:
         if isinstance(command, Generate):
@@ -193,9 +201,9 @@ def run() -> int:
         elif isinstance(command, Bench):
             _bench(command.measure)
         else:
-            _info(command)
+            return _info(command)
     except _MISTAKES as mistake:
-        sys.stderr.write(f"gdn-jax: {_one_line(mistake)}\n")
+        sys.stderr.write(f"gdn-jax: {in_flags(_one_line(mistake), settings_of(command))}\n")
         return 2
     except EngineError as failure:
         sys.stderr.write(f"gdn-jax: {_one_line(failure)}\n")
@@ -209,27 +217,39 @@ def run() -> int:
     return 0
 
 
-class _Answer:
-    """What stands on standard output: whether its last line has an end yet."""
+class _BetweenAnswers(logging.StreamHandler[TextIO]):
+    """Log lines that wait while an answer streams to the same terminal."""
 
-    is_open = False
-
-
-class _LineOfItsOwn(logging.StreamHandler[TextIO]):
-    """Log lines that do not stand in the middle of an answer which streams to the same terminal."""
+    _held: list[logging.LogRecord] | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
-        if _Answer.is_open and sys.stdout.isatty() and self.stream.isatty():
+        if self._held is None:
+            super().emit(record)
+        else:
+            self._held.append(record)
+
+    @contextmanager
+    def answer(self) -> Iterator[None]:
+        """Hold log lines back until the block ends, which an answer's last line does too unless it is cut off."""
+        if not (sys.stdout.isatty() and self.stream.isatty()):
+            yield
+            return
+        self._held = []
+        try:
+            yield
+        except BaseException:
             self.stream.write("\n")
-            _Answer.is_open = False
-        super().emit(record)
+            raise
+        finally:
+            held, self._held = self._held, None
+            for record in held:
+                self.handle(record)
 
 
 def _write(text: str) -> None:
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
-        _Answer.is_open = not text.endswith("\n") if text else _Answer.is_open
     except OSError as error:
         raise _OutputError(f"standard output cannot be written: {error}; send it elsewhere") from error
 
@@ -253,20 +273,21 @@ def _one_line(problem: Exception) -> str:
 
 def _set_up_logging(
     command: Generate | Serve | Train | Latency | Throughput, formatter: logging.Formatter | None = None
-) -> None:
+) -> _BetweenAnswers:
     level = logging.WARNING if command.quiet else logging.DEBUG if command.verbose else logging.INFO
-    handler = _LineOfItsOwn(sys.stderr)
+    handler = _BetweenAnswers(sys.stderr)
     handler.setFormatter(formatter or logging.Formatter("%(levelname).1s %(message)s"))
     ours = logging.getLogger("gdn_jax")
     ours.addHandler(handler)
     ours.setLevel(level)
+    return handler
 
 
 def _generate(command: Generate) -> int:
     """Return the exit code: 1 if an answer ended with an error."""
     if not command.prompt or not all(command.prompt):
         raise InvalidPromptError("a prompt must have some text; got none; give --prompt TEXT", parameter="prompt")
-    _set_up_logging(command)
+    log = _set_up_logging(command)
     command.sampling.params(SamplingParams())  # refused now, not when the model is loaded
     llm = LLM(command.engine.model, **command.engine.arguments(), use_tqdm=not command.quiet)
     params = command.sampling.params(llm.get_default_sampling_params())
@@ -277,7 +298,7 @@ def _generate(command: Generate) -> int:
         else:
             outputs = llm.stream(prompt, params)
         before = llm.stats()
-        ends.append(_show(outputs, quiet=command.quiet))
+        ends.append(_show(outputs, log, quiet=command.quiet))
         if command.engine.speculative_tokens and not command.quiet:
             _show_drafts(before, llm.stats())
     return int("error" in ends)
@@ -285,9 +306,8 @@ def _generate(command: Generate) -> int:
 
 def _serve(command: Serve) -> None:
     lines = logging.Formatter("%(asctime)s %(levelname).1s %(message)s")
-    _set_up_logging(command, JsonFormatter() if command.server.log_json else lines)
-    for handler in logging.getLogger("gdn_jax").handlers:
-        logging.getLogger("uvicorn").addHandler(handler)
+    handler = _set_up_logging(command, JsonFormatter() if command.server.log_json else lines)
+    logging.getLogger("uvicorn").addHandler(handler)
     settings = command.engine.arguments()
     serve(
         lambda: AsyncLLM(command.engine.model, **settings, use_tqdm=not command.quiet),
@@ -327,13 +347,15 @@ def _training() -> ModuleType:
         ) from error
 
 
-def _show(outputs: Iterator[RequestOutput], *, quiet: bool) -> str | None:
+def _show(outputs: Iterator[RequestOutput], log: _BetweenAnswers, *, quiet: bool) -> str | None:
     """Stream one answer, say what it cost, and return why it ended."""
     num_tokens, output = 0, None
-    for output in outputs:
-        num_tokens += len(output.outputs[0].token_ids)
-        _write(output.outputs[0].text)
-    _write("\n")
+    opening = list(islice(outputs, 2))  # a prefill's and a decode's: that they are compiled is said above the answer
+    with log.answer():
+        for output in chain(opening, outputs):
+            num_tokens += len(output.outputs[0].token_ids)
+            _write(output.outputs[0].text)
+        _write("\n")
     if output is None:
         return None
     if not quiet:
@@ -355,10 +377,12 @@ def _show_drafts(before: EngineStats, after: EngineStats) -> None:
         )
 
 
-def _info(command: Info) -> None:
+def _info(command: Info) -> int:
+    """Return the exit code: 2, as of a start that is refused, if the device could not serve the model."""
     report = describe_model(command.model, memory_gib=command.memory_gib, dtype=command.dtype)
     if command.json:
-        _write(json.dumps(report, indent=2) + "\n")
-        return
-    width = max(map(len, report))
-    _write("".join(f"{name.replace('_', ' '):{width}}  {value}\n" for name, value in report.items()))
+        _write(json.dumps(report.lines, indent=2) + "\n")
+    else:
+        width = max(map(len, report.lines))
+        _write("".join(f"{name.replace('_', ' '):{width}}  {value}\n" for name, value in report.lines.items()))
+    return 0 if report.fits else 2

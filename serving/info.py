@@ -1,7 +1,7 @@
 """What a model is, what it needs and what fits, from its config alone."""
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -23,8 +23,21 @@ _GIB = 1 << 30
 _MOST_GIB = 2.0**30  # above any machine's; counts of bytes stay finite
 
 
-def describe_model(model: str, *, memory_gib: float, dtype: str) -> dict[str, str]:
-    """Return lines of a report by name.
+@dataclass(frozen=True, kw_only=True)
+class ModelReport:
+    """What there is to say of a model.
+
+    Attributes:
+        lines: for people, by name.
+        fits: whether the device could serve it at all.
+    """
+
+    lines: dict[str, str]
+    fits: bool
+
+
+def describe_model(model: str, *, memory_gib: float, dtype: str) -> ModelReport:
+    """Return a report.
 
     Args:
         model: folder with config.json, a config file, or the name of a shipped model.
@@ -43,15 +56,17 @@ def describe_model(model: str, *, memory_gib: float, dtype: str) -> dict[str, st
     state = state_bytes_per_slot(config, config.state_dtype, name)
     length = config.context_length
     quantized = "" if config.quantization is None else ", FP8 weights"
-    return {
+    fits, in_words = _what_fits(config, memory_gib, name)
+    lines = {
         "model": f"{config.model_type}, {config.num_gdn_layers} GDN + {config.num_attention_layers} attention layers",
         "parameters": f"{main:,} and {mtp:,} in the MTP head",
         "weights": f"{describe_bytes(weight_bytes(config))} on disk{quantized}, MTP head included",
         "state": f"{describe_bytes(state)} per sequence or checkpoint, {config.state_dtype} recurrent part",
         "kv": f"{describe_bytes(kv)} per token, and {describe_bytes(mtp_kv)} for the MTP head, {name}",
         "context": f"{length} tokens, {describe_bytes(kv * length)} of KV",
-        "fits": _what_fits(config, memory_gib, name),
+        "fits": in_words,
     }
+    return ModelReport(lines=lines, fits=fits)
 
 
 def _read(path: Path) -> ModelConfig:
@@ -66,9 +81,11 @@ def _read(path: Path) -> ModelConfig:
     return ModelConfig.from_dict(cast("dict[str, object]", raw))
 
 
-def _what_fits(config: ModelConfig, memory_gib: float, dtype: str) -> str:
+def _what_fits(config: ModelConfig, memory_gib: float, dtype: str) -> tuple[bool, str]:
+    """Return whether an engine with the usual settings would start, and what it could hold or why not."""
     request = MemoryRequest(
         total_bytes=int(memory_gib * _GIB * 0.9),
+        device_bytes=int(memory_gib * _GIB),
         pool_bytes=0,
         dtype=dtype,
         state_dtype=config.state_dtype,
@@ -81,9 +98,9 @@ def _what_fits(config: ModelConfig, memory_gib: float, dtype: str) -> str:
     try:  # the engine leaves the MTP head out
         plan = plan_memory(replace(config, num_mtp_layers=0), request)
     except StartupError as problem:
-        return f"not in {memory_gib:g} GiB: {problem}"
+        return False, f"not in {memory_gib:g} GiB: {problem}"
     tokens = (plan.num_blocks - 1) * plan.block_size
-    return (
+    return True, (
         f"in {memory_gib:g} GiB: {plan.max_num_seqs} sequences at once, {tokens:,} tokens of KV, "
         f"{plan.num_slots - 1} states"
     )

@@ -8,9 +8,10 @@ are only noted there, and aborted before the next step.
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from os import PathLike
-from typing import cast
+from typing import NoReturn, cast
 
 from tqdm import tqdm
 
@@ -25,6 +26,31 @@ from gdn_jax.serving.prompts import EncodedPrompt, Message, Prompt, as_conversat
 from gdn_jax.serving.sampling_params import RequestOutputKind, SamplingParams
 from gdn_jax.serving.startup import build_engine
 from gdn_jax.serving.text.tokenizer import Tokenizer
+
+_RUNNING, _COMPILING = "prompts", "prompts (compiling a step for its first use)"  # what a bar says
+
+
+class _Bars:
+    """Which bar stands for the wait for a step; a part of its own, lest the engine hold the LLM that holds it."""
+
+    def __init__(self) -> None:
+        self._bar: tqdm[NoReturn] | None = None
+
+    @contextmanager
+    def waiting(self, bar: "tqdm[NoReturn] | None") -> Iterator[None]:
+        """Let a bar, if there is one, say what the block waits for."""
+        self._bar = bar
+        try:
+            yield
+        finally:
+            self._bar = None
+            if bar is not None and bar.desc != _RUNNING:
+                bar.set_description_str(_RUNNING)
+
+    def say_compiling(self) -> None:
+        """Say that a step is being compiled; not within a stream, whose last line a bar would wipe out."""
+        if self._bar is not None:
+            self._bar.set_description_str(_COMPILING)
 
 
 class LLM:
@@ -44,7 +70,8 @@ class LLM:
         """
         show = bool(settings.pop("use_tqdm", True))
         self.config = EngineConfig.from_arguments(model, settings)
-        parts = build_engine(self.config, show_progress=show)
+        self._bars = _Bars()
+        parts = build_engine(self.config, show_progress=show, on_compile=self._bars.say_compiling)
         self._engine, self._tokenizer = parts.engine, parts.tokenizer
         self._intake = Intake(parts, seed=self.config.seed)
         self.model_config, self.memory = parts.model_config, parts.memory
@@ -75,7 +102,7 @@ class LLM:
         Args:
             prompts: one prompt or a list: text, token ids, or {"prompt": text} / {"prompt_token_ids": ids}.
             sampling_params: one for all, or one per prompt; None: `get_default_sampling_params()`.
-            use_tqdm: show a progress bar.
+            use_tqdm: show a progress bar; it says, too, when a step has to be compiled first.
             priority: one per prompt; lower goes first.
             cache_salt: share cached prefixes only with requests of the same salt.
 
@@ -157,22 +184,23 @@ class LLM:
         collectors = self._submit(prompts, listed, options)
         try:
             mine = set(collectors)
-            with tqdm(total=len(collectors), desc="prompts", disable=not use_tqdm, leave=False) as bar:
+            with tqdm(total=len(collectors), desc=_RUNNING, disable=not use_tqdm, leave=False) as bar:
                 # One look at one prompt per step, however many there are.
                 for collector in collectors:
                     while not collector.finished:
-                        if ended := mine.intersection(self._step(collector)):
+                        if ended := mine.intersection(self._step(collector, bar if use_tqdm else None)):
                             bar.update(len(ended))
                 self._close()
         finally:
             self._abort(collectors)
         return [collector.output() for collector in collectors]
 
-    def _step(self, waiting: Collector | None = None) -> list[Collector]:
+    def _step(self, waiting: Collector | None = None, bar: "tqdm[NoReturn] | None" = None) -> list[Collector]:
         """Run one step and hand out what it brought, also to those who are not waiting just now.
 
         Args:
             waiting: whom the step is for; if another thread's step has ended it, none is run.
+            bar: says so while the step has to be compiled first.
 
         Returns:
             The collectors that ended with it.
@@ -184,7 +212,9 @@ class LLM:
                 return []
             if waiting is not None and not self._engine.has_work:  # it would wait for ever
                 raise InvariantError(f"the engine has lost the requests {sorted(self._live)}")
-            for output in self._engine.step():
+            with self._bars.waiting(bar):
+                outputs = self._engine.step()
+            for output in outputs:
                 collector = self._live[output.request_id]
                 collector.take(output)
                 if output.output.finish_reason is not None:

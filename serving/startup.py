@@ -63,12 +63,15 @@ class EngineParts:
     kernels: KernelChoice
 
 
-def build_engine(config: EngineConfig, *, show_progress: bool = True) -> EngineParts:
+def build_engine(
+    config: EngineConfig, *, show_progress: bool = True, on_compile: Callable[[], None] | None = None
+) -> EngineParts:
     """Read, plan, load, compile.
 
     Args:
         config: the settings.
         show_progress: draw bars on standard error while weights load and steps compile.
+        on_compile: called before a step is compiled later on, while requests wait.
 
     Raises:
         ConfigError: the model's config cannot be used.
@@ -102,7 +105,7 @@ def build_engine(config: EngineConfig, *, show_progress: bool = True) -> EngineP
     _say(config, published, kernels, memory, tokenizer)
     _keep_compiled(config.compile_cache)
     model = _load(config, model_config, dtype, kernels.implementation, show_progress=show_progress)
-    engine = _compose(config, model, memory, tokenizer, show_progress=show_progress)
+    engine = _compose(config, model, memory, tokenizer, show_progress=show_progress, on_compile=on_compile)
     return EngineParts(
         engine=engine,
         model_config=model_config,
@@ -169,7 +172,7 @@ def memory_request(
     Raises:
         StartupError: the device does not say how much memory there is, and the config neither.
     """
-    total = 0
+    total = limit = 0
     pool = int(config.pool_memory_gib * _GIB)
     if device.platform == "cpu":
         pool = pool or min(_CPU_POOL_BYTES, available_host_bytes() // 2)
@@ -202,6 +205,7 @@ def memory_request(
         num_blocks=config.num_blocks,
         num_slots=config.num_state_slots,
         implementation=implementation,
+        device_bytes=limit,
     )
 
 
@@ -264,7 +268,13 @@ def _advance(bar: "tqdm[Any]") -> Callable[[int, int], None]:
 
 
 def _compose(
-    config: EngineConfig, model: LanguageModel, memory: MemoryPlan, tokenizer: Tokenizer, *, show_progress: bool
+    config: EngineConfig,
+    model: LanguageModel,
+    memory: MemoryPlan,
+    tokenizer: Tokenizer,
+    *,
+    show_progress: bool,
+    on_compile: Callable[[], None] | None,
 ) -> Engine:
     buckets = make_buckets(
         budget=min(config.max_num_batched_tokens, -(-memory.max_model_len // 64) * 64 * memory.max_num_seqs),
@@ -285,7 +295,14 @@ def _compose(
     # Where plain JAX runs, attention has loops that the host of a GPU waits for anyway. Results that depend on nothing
     # else come from one program, whatever the neighbours ask for.
     by_demand = model.implementation is Implementation.MOSAIC and not config.deterministic
-    runner = Runner(model, sizes, buckets, num_valid_tokens=tokenizer.num_tokens, steps_by_demand=by_demand)
+    runner = Runner(
+        model,
+        sizes,
+        buckets,
+        num_valid_tokens=tokenizer.num_tokens,
+        steps_by_demand=by_demand,
+        on_compile=on_compile,
+    )
     if config.warm_up is True or (config.warm_up == "auto" and jax.default_backend() != "cpu"):
         with tqdm(desc="compiling", unit="step", disable=None if show_progress else True, leave=False) as bar:
             runner.warm_up(_advance(bar))

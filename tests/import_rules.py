@@ -77,10 +77,11 @@ RULES = {
         f"{_API} serving.llm serving.engine_types serving.text serving.config serving.core.errors",
         "jax numpy tqdm tyro",
     ),
+    "serving.flags": _rule("serving.config", "tyro"),
     "serving.__main__": _rule(),  # loads serving.command_line by name
     "serving.command_line": _rule(
         f"{_STEP} {_API} model kernels serving.info serving.llm serving.async_llm serving.startup serving.http "
-        "serving.engine_types serving.bench",
+        "serving.engine_types serving.bench serving.flags",
         "tqdm tyro",
     ),
 }

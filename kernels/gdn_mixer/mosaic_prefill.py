@@ -16,7 +16,7 @@ from gdn_jax.kernels.gdn_mixer.inputs import MixerTokens, MixerWeights
 from gdn_jax.kernels.gdn_mixer.mosaic_prefill_inputs import prefill_inputs
 from gdn_jax.kernels.gdn_mixer.mosaic_prefill_norm import norm_from_grid
 from gdn_jax.kernels.gdn_mixer.state import RecurrentState
-from gdn_jax.kernels.gdn_mixer.tiles import MixerTiles, check_taps, check_tiles, mixer_tiles
+from gdn_jax.kernels.gdn_mixer.tiles import MixerTiles, check_taps, check_tiles, check_value_heads, mixer_tiles
 
 
 @partial(jax.jit, static_argnames=("eps", "tiles", "delta_tiles", "interpret"))
@@ -44,7 +44,7 @@ def gdn_mixer_prefill(
         interpret: whether this is traced for the interpreter, which also takes float32.
 
     Raises:
-        UnsupportedKernelError: for what `check_mixer`, `check_operands` and `check_taps` refuse.
+        UnsupportedKernelError: for what `check_mixer`, `check_operands`, `check_taps` and `check_value_heads` refuse.
         ValueError: for what `check_tiles` refuses.
     """
     num_tokens, dtype = tokens.packed.shape[0], tokens.packed.dtype
@@ -54,6 +54,7 @@ def gdn_mixer_prefill(
     if not interpret:  # which runs float32 too
         check_operands(dtype)
     check_taps(weights.taps.shape[0])
+    check_value_heads(num_value)
     tiles = tiles or mixer_tiles(num_tokens, num_key, num_value)
     check_tiles(tiles, num_value)
     laid, conv = prefill_inputs(tokens, weights, rows, state.conv, num_key=num_key, tiles=tiles)

@@ -7,6 +7,9 @@ from gdn_jax.kernels.gated_delta.tiles import MULTIPROCESSORS
 from gdn_jax.kernels.numerics import CHUNK
 
 MOST_TAPS = 9  # of a convolution: shared memory has room for the inputs of so many before a tile
+MOST_VALUE_HEADS = (
+    448  # shared memory has room for b and a of so many, of a chunk's tokens and as many rows before them
+)
 _PROGRAMS = 3 * MULTIPROCESSORS // 2  # fewer leave multiprocessors idle
 
 
@@ -51,5 +54,14 @@ def check_taps(num_taps: int) -> None:
     if num_taps > MOST_TAPS:
         raise UnsupportedKernelError(
             f"a convolution must have at most {MOST_TAPS} taps for the Mosaic mixer; got {num_taps}; "
+            "ask for kernels='jax', which runs any number"
+        )
+
+
+def check_value_heads(num_value: int) -> None:
+    """Raise UnsupportedKernelError unless the Mosaic prefill has room for the gates of so many value heads."""
+    if num_value > MOST_VALUE_HEADS:
+        raise UnsupportedKernelError(
+            f"there must be at most {MOST_VALUE_HEADS} value heads for the Mosaic mixer; got {num_value}; "
             "ask for kernels='jax', which runs any number"
         )

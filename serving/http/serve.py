@@ -1,6 +1,7 @@
 """Running a server: it answers from the first moment, loads the model on a thread, and drains when told to stop."""
 
 import asyncio
+import errno
 import logging
 import os
 import signal
@@ -11,7 +12,7 @@ from types import FrameType
 
 import uvicorn
 
-from gdn_jax.serving.core.errors import EngineError
+from gdn_jax.serving.core.errors import EngineError, StartupError
 from gdn_jax.serving.http.app import create_app
 from gdn_jax.serving.http.backend import Backend
 from gdn_jax.serving.http.config import ServerConfig
@@ -33,6 +34,7 @@ def serve(make_backend: Callable[[], Backend], config: ServerConfig, *, model: s
         model: the model's path.
 
     Raises:
+        StartupError: it cannot listen on the host and port.
         EngineError: the engine stopped on its own.
         Exception: whatever `make_backend` raised.
     """
@@ -65,9 +67,13 @@ class Server(uvicorn.Server):
         return self.servers[0].sockets[0].getsockname()[1]
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to answer, then to load."""
+        """Begin to answer, then to load.
+
+        Raises:
+            StartupError: it cannot listen there.
+        """
         self._loop = asyncio.get_running_loop()
-        await super().startup(sockets)
+        await super().startup(await _listening(self._state.config) if sockets is None else sockets)
         if self.started:
             config = self._state.config
             scheme = "https" if config.ssl_certfile else "http"
@@ -160,6 +166,28 @@ class Server(uvicorn.Server):
                     await self._stop.wait()
             except TimeoutError:
                 continue
+
+
+async def _listening(config: ServerConfig) -> list[socket.socket]:
+    """Return a socket for each address of the host; where one cannot be had, the framework would end the process."""
+    loop = asyncio.get_running_loop()
+    try:
+        server = await loop.create_server(asyncio.Protocol, config.host, config.port, start_serving=False)
+        sockets = [socket.socket(fileno=os.dup(bound.fileno())) for bound in server.sockets]
+        server.close()
+        for each in sockets:
+            each.listen(_BACKLOG)
+    except OSError as error:
+        raise StartupError(_why_not_listening(config, error)) from error
+    return sockets
+
+
+def _why_not_listening(config: ServerConfig, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"port must be free on {config.host}; {config.port} is in use; choose another, or 0 for any free one"
+    if error.errno == errno.EACCES:
+        return f"port must be one that this user may take; {config.port} is not; choose one above 1023, or 0 for any"
+    return f"host must be an address of this machine; got {config.host!r}: {error}; 0.0.0.0 is all of its addresses"
 
 
 def _settle(done: "asyncio.Future[Backend]", result: Backend | BaseException) -> None:

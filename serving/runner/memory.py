@@ -6,7 +6,7 @@ checkpoints. So the pools' memory is shared out by what a request of middling le
 
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -34,6 +34,7 @@ class MemoryRequest:
 
     Attributes:
         total_bytes: memory for weights, activations and pools; 0 without a limit on those (then pool_bytes counts).
+        device_bytes: all that could be used of the device, of which total_bytes is a share; 0: not known.
         pool_bytes: memory for the pools; 0: what weights and activations leave of total_bytes.
         dtype: of weights, activations and KV, by name.
         state_dtype: of recurrent states at rest, by name.
@@ -61,6 +62,32 @@ class MemoryRequest:
     num_blocks: int = 0
     num_slots: int = 0
     implementation: Implementation = Implementation.JAX
+    device_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Needs:
+    """What a model needs for a request, and what is there for its pools, in bytes.
+
+    Attributes:
+        weights: of all parameters.
+        activations: of the largest step.
+        block: of one KV block.
+        slot: of one state slot.
+        lane: of one lane.
+        shortest_tokens: of the one sequence that has to fit.
+        least: of the pools for that sequence, the null block and the null slot included.
+        pool: there for the pools; below 0 where weights and activations do not fit themselves.
+    """
+
+    weights: int
+    activations: int
+    block: int
+    slot: int
+    lane: int
+    shortest_tokens: int
+    least: int
+    pool: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,25 +147,14 @@ def plan_memory(model: ModelConfig, request: MemoryRequest) -> MemoryPlan:
     Raises:
         StartupError: weights and activations leave too little for even one sequence, or for the pools asked for.
     """
-    item = _ITEM_BYTES[request.dtype]
-    weights = sum(parameter_count(model)) * item
-    activations = activation_bytes(model, request)
-    block = request.block_size * (kv_bytes_per_token(model, request.dtype) + _mtp_bytes(model, request.dtype))
-    slot = state_bytes_per_slot(model, request.state_dtype, request.dtype) + model.hidden_size * item
-    lane = request.window * lane_bytes_per_token(model, request.dtype) + history_bytes_per_lane(model.vocab_size)
-    pool = request.pool_bytes or request.total_bytes - weights - activations
     limit = request.max_model_len or model.context_length
     if limit > model.context_length:
         raise StartupError(f"max_model_len must be at most the model's {model.context_length}; got {limit}; lower it")
-    shortest = limit if request.max_model_len else min(limit, request.block_size)
-    least = -(-shortest // request.block_size) * block + block + 2 * slot + lane
-    if pool < least:
-        raise StartupError(
-            f"one sequence of {shortest} tokens needs {describe_bytes(least)} beside {describe_bytes(weights)} of "
-            f"weights and {describe_bytes(activations)} of activations; {describe_bytes(max(pool, 0))} are left: lower "
-            "max_model_len, or give more memory"
-        )
-    seqs = _clamp_seqs(request, pool, slot + lane, least - slot - lane)
+    needs = _needs(model, request)
+    if needs.pool < needs.least:
+        raise StartupError(_too_little(model, request, needs))
+    pool, block, slot, lane = needs.pool, needs.block, needs.slot, needs.lane
+    seqs = _clamp_seqs(request, pool, slot + lane, needs.least - slot - lane)
     slots, blocks = _split(request, pool - seqs * lane, slot, block, seqs, limit)
     asked = blocks * block + slots * slot + seqs * lane
     if asked > pool and (request.num_blocks or request.num_slots):
@@ -160,8 +176,8 @@ def plan_memory(model: ModelConfig, request: MemoryRequest) -> MemoryPlan:
     if fits < limit:
         _LOG.warning("max_model_len is %d: the model's %d tokens do not fit the KV pool", fits, limit)
     return MemoryPlan(
-        weight_bytes=weights,
-        activation_bytes=activations,
+        weight_bytes=needs.weights,
+        activation_bytes=needs.activations,
         block_bytes=block,
         slot_bytes=slot,
         lane_bytes=lane,
@@ -171,6 +187,62 @@ def plan_memory(model: ModelConfig, request: MemoryRequest) -> MemoryPlan:
         max_model_len=min(limit, fits),
         block_size=request.block_size,
     )
+
+
+def _needs(model: ModelConfig, request: MemoryRequest) -> _Needs:
+    item = _ITEM_BYTES[request.dtype]
+    weights = sum(parameter_count(model)) * item
+    activations = activation_bytes(model, request)
+    block = request.block_size * (kv_bytes_per_token(model, request.dtype) + _mtp_bytes(model, request.dtype))
+    slot = state_bytes_per_slot(model, request.state_dtype, request.dtype) + model.hidden_size * item
+    lane = request.window * lane_bytes_per_token(model, request.dtype) + history_bytes_per_lane(model.vocab_size)
+    shortest = request.max_model_len or min(model.context_length, request.block_size)
+    return _Needs(
+        weights=weights,
+        activations=activations,
+        block=block,
+        slot=slot,
+        lane=lane,
+        shortest_tokens=shortest,
+        least=-(-shortest // request.block_size) * block + block + 2 * slot + lane,
+        pool=request.pool_bytes or request.total_bytes - weights - activations,
+    )
+
+
+def _too_little(model: ModelConfig, request: MemoryRequest, needs: _Needs) -> str:
+    """Say what does not fit, and what would help."""
+    *first, last = _remedies(model, request)
+    remedies = f"{', '.join(first)}, or {last}" if first else last
+    total = describe_bytes(request.total_bytes)
+    if not request.pool_bytes and needs.weights >= request.total_bytes:
+        whole = f" of {describe_bytes(request.device_bytes)}" if request.device_bytes else ""
+        return (
+            f"weights must fit what may be used of the device, {total}{whole}; held in {request.dtype} they need "
+            f"{describe_bytes(needs.weights)}: {remedies}"
+        )
+    left = "are there for the pools" if request.pool_bytes else f"of {total} are left"
+    return (
+        f"one sequence of {needs.shortest_tokens} tokens needs {describe_bytes(needs.least)} beside "
+        f"{describe_bytes(needs.weights)} of weights and {describe_bytes(needs.activations)} of activations; "
+        f"{describe_bytes(max(needs.pool, 0))} {left}: {remedies}"
+    )
+
+
+def _remedies(model: ModelConfig, request: MemoryRequest) -> list[str]:
+    """Return what to do where a sequence does not fit: what would do alone, each tried here, then what always would."""
+    tries = [
+        ("lower max_num_batched_tokens", replace(request, budget=request.block_size)),
+        ("lower max_num_seqs", replace(request, max_num_seqs=1)),
+    ]
+    if request.max_model_len:
+        tries.insert(0, ("lower max_model_len", replace(request, max_model_len=request.block_size)))
+    if request.device_bytes:
+        tries.append(("raise gpu_memory_utilization", replace(request, total_bytes=request.device_bytes)))
+    if request.dtype == "float32":
+        tries.append(("set dtype to bfloat16", replace(request, dtype="bfloat16")))
+    helpful = [words for words, changed in tries if (needs := _needs(model, changed)).pool >= needs.least]
+    always = "raise pool_memory_gib" if request.pool_bytes else "use a smaller model or a device with more memory"
+    return [*helpful, always]
 
 
 def _clamp_seqs(request: MemoryRequest, pool: int, per_seq: int, rest: int) -> int:

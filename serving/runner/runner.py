@@ -86,6 +86,7 @@ class Runner:
         *,
         num_valid_tokens: int,
         steps_by_demand: bool = False,
+        on_compile: Callable[[], None] | None = None,
     ) -> None:
         """Allocate the pools.
 
@@ -96,6 +97,7 @@ class Runner:
             num_valid_tokens: token ids from here on are never chosen.
             steps_by_demand: whether decode steps are compiled for what their rows ask for (`sampling.Demand`); then a
                 row's step depends on its neighbours.
+            on_compile: called before a step is compiled that warm-up has not.
         """
         self._static, self._params = split_model(
             model, num_valid_tokens=num_valid_tokens, num_top=min(MAX_LOGPROBS, num_valid_tokens)
@@ -105,7 +107,7 @@ class Runner:
         self._requests: dict[RequestId, RequestSampling] = {}
         self._scored: dict[RequestId, ScoredPrompt] = {}
         self._shapes: set[tuple[str, tuple[tuple[int, ...], ...]]] = set()
-        self._is_warming_up = False
+        self._is_warming_up, self._on_compile = False, on_compile
         self._demands = tuple(Demand) if steps_by_demand else (Demand.ANYTHING,)
         self._device: DeviceState | None = None
         self.reset()
@@ -249,8 +251,11 @@ class Runner:
         if shape in self._shapes:
             return
         self._shapes.add(shape)
-        if not self._is_warming_up:
-            _LOG.info("compiling a step for its first use: %s, %s (warm_up=True does it before)", step, shapes[0])
+        if self._is_warming_up:
+            return
+        _LOG.info("compiling a step for its first use: %s, %s (warm_up=True does it before)", step, shapes[0])
+        if self._on_compile is not None:
+            self._on_compile()
 
     def _gather(self, rows: Sequence[RowPlan], lane: np.ndarray) -> SampledRows:
         emits = np.zeros(lane.shape, np.bool_)

@@ -15,7 +15,7 @@ from gdn_jax.kernels.dispatch import Implementation
 from gdn_jax.kernels.gated_delta import DeltaInputs
 from gdn_jax.kernels.gdn_mixer import MixerTokens, MixerWeights, RecurrentState, ReplayWindow
 from gdn_jax.kernels.gdn_mixer.mosaic_prefill_inputs import prefill_inputs
-from gdn_jax.kernels.gdn_mixer.tiles import mixer_tiles
+from gdn_jax.kernels.gdn_mixer.tiles import MOST_VALUE_HEADS, mixer_tiles
 from gdn_jax.state import PrefillBatch
 
 pytestmark = pytest.mark.compile
@@ -84,7 +84,13 @@ def test_a_whole_layer_is_two_products_and_four_kernels_with_every_pool_in_place
 
 @pytest.mark.parametrize(
     ("num_tokens", "heads", "dtype"),
-    [(8192, (16, 64, 128), jnp.bfloat16), (512, (2, 8, 128), jnp.float16), (64, (1, 3, 64), jnp.bfloat16)],
+    [
+        (8192, (16, 64, 128), jnp.bfloat16),
+        (512, (2, 8, 128), jnp.float16),
+        (64, (1, 3, 64), jnp.bfloat16),
+        (8192, (16, MOST_VALUE_HEADS, 128), jnp.bfloat16),
+        (8192, (1, MOST_VALUE_HEADS, 64), jnp.bfloat16),
+    ],
     ids=str,
 )
 def test_what_comes_before_the_delta_rule_compiles_in_place(

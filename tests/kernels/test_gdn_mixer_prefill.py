@@ -318,3 +318,7 @@ def test_what_the_mosaic_mixer_cannot_run_is_refused() -> None:
     many = draw((0, 4), num_tokens=64, dtype="bfloat16", taps=10)
     with pytest.raises(UnsupportedKernelError, match="at most 9 taps for the Mosaic mixer; got 10"):
         mosaic_prefill.gdn_mixer_prefill(*many, eps=EPS)
+    crowd = jnp.zeros((args[3].recurrent.shape[0], 449, 64, 64), "bfloat16")
+    crowded = draw((0, 4), num_tokens=64, dtype="bfloat16")
+    with pytest.raises(UnsupportedKernelError, match="at most 448 value heads for the Mosaic mixer; got 449"):
+        mosaic_prefill.gdn_mixer_prefill(*crowded[:3], replace(crowded[3], recurrent=crowd), eps=EPS)

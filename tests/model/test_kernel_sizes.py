@@ -8,7 +8,7 @@ from released_configs import MODELS, RELEASED
 
 from gdn_jax.config import ModelConfig
 from gdn_jax.kernel_sizes import check_kernel_sizes
-from gdn_jax.kernels.dispatch import UnsupportedKernelError
+from gdn_jax.kernels.dispatch import Implementation, UnsupportedKernelError, choose_kernels_for
 
 BF16, FLOAT32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
 
@@ -39,6 +39,27 @@ def test_more_taps_than_a_prefill_has_room_for_are_refused_but_in_float32_whose_
     with pytest.raises(UnsupportedKernelError, match="at most 9 taps for the Mosaic mixer; got 10"):
         check_kernel_sizes(replace(config, conv_kernel=10), BF16)
     check_kernel_sizes(replace(config, conv_kernel=10), FLOAT32)
+
+
+def test_more_value_heads_than_a_prefill_has_room_for_are_refused_but_in_float32_whose_prefill_is_plain_jax() -> None:
+    config = config_of("qwen3.5-4b")
+    check_kernel_sizes(replace(config, num_linear_value_heads=448), BF16)
+    with pytest.raises(UnsupportedKernelError, match=r"at most 448 value heads.*got 512; ask for kernels='jax'"):
+        check_kernel_sizes(replace(config, num_linear_value_heads=512), BF16)
+    check_kernel_sizes(replace(config, num_linear_value_heads=512), FLOAT32)
+
+
+def test_auto_takes_plain_jax_and_says_why_where_mosaic_refuses_the_value_heads() -> None:
+    config = replace(config_of("qwen3.5-4b"), num_linear_value_heads=512)
+
+    def check() -> None:
+        check_kernel_sizes(config, BF16)
+
+    choice = choose_kernels_for("auto", "NVIDIA H200", "9.0", check)
+    assert (choice.implementation, choice.is_fallback) == (Implementation.JAX, True)
+    assert "at most 448 value heads" in choice.reason
+    with pytest.raises(UnsupportedKernelError, match="at most 448 value heads"):
+        choose_kernels_for("mosaic", "NVIDIA H200", "9.0", check)
 
 
 def test_other_widths_state_dtypes_and_pages_are_refused() -> None:

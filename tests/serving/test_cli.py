@@ -1,6 +1,7 @@
 """The command line: answers on standard output, everything else on standard error, one line for a mistake."""
 
 import io
+import itertools
 import json
 import logging
 import os
@@ -56,6 +57,15 @@ def test_info_prints_what_a_model_is_also_as_json(monkeypatch, capsys):
     assert "3 GDN + 1 attention layers" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("form", [(), ("--json",)])
+def test_info_ends_with_exit_code_2_where_the_device_cannot_hold_the_model(monkeypatch, capsys, form):
+    assert run(monkeypatch, "info", "--model", str(TINY), "--memory-gib", "0.0001", *form) == 2
+    shown = capsys.readouterr().out
+    assert "not in 0.0001 GiB: weights must fit" in shown
+    assert "max_model_len" not in shown
+    assert run(monkeypatch, "info", "--model", str(TINY), "--memory-gib", "1", *form) == 0
+
+
 def test_a_mistake_is_one_line_and_exit_code_2(monkeypatch, capsys, tmp_path):
     code = run(monkeypatch, "generate", "--model", str(tmp_path / "absent"), "--prompt", "x", "--quiet")
     assert code == 2
@@ -92,10 +102,10 @@ def test_info_on_a_config_that_is_none_is_one_line_and_exit_code_2(monkeypatch, 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--temperature", "-1"], "temperature must be"),
-        (["--max-tokens", "0"], "max_tokens must be"),
-        (["--max-tokens", "9999"], "max_model_len (256)"),
-        (["--stop", ""], "stop must be"),
+        (["--temperature", "-1"], "--temperature must be"),
+        (["--max-tokens", "0"], "--max-tokens must be"),
+        (["--max-tokens", "9999"], "--max-model-len (256)"),
+        (["--stop", ""], "--stop must be"),
     ],
 )
 def test_a_parameter_that_cannot_be_is_one_line_and_exit_code_2(monkeypatch, capsys, arguments, words):
@@ -112,7 +122,7 @@ def test_a_parameter_that_cannot_be_is_refused_before_the_model_is_loaded(monkey
 
     monkeypatch.setattr(llm, "build_engine", refuse)
     assert run(monkeypatch, "generate", "--model", "any", "--prompt", "x", "--quiet", "--top-p", "7") == 2
-    assert "top_p must be" in capsys.readouterr().err
+    assert "--top-p must be" in capsys.readouterr().err
 
 
 def closed_pipe():
@@ -168,9 +178,37 @@ def test_an_interrupt_during_the_imports_ends_with_130_and_no_traceback(tmp_path
     assert (process.returncode, error) == (130, b"")
 
 
-def test_a_setting_that_cannot_be_ends_with_exit_code_2(monkeypatch, capsys):
-    assert run_quickly(monkeypatch, "--prompt", "x", "--state-interval", "100")[0] == 2
-    assert "state_interval must be a multiple" in " ".join(capsys.readouterr().err.split())
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            ["generate", "--prompt", "x", "--state-interval", "100"],
+            "--state-interval must be a multiple of --block-size",
+        ),
+        (["serve", "--max-num-seqs", "0"], "--max-num-seqs must be an integer of at least 1; got 0"),
+        (["serve", "--port", "99999"], "--port must be in 0..65535; got 99999"),
+        (["serve", "--ssl-certfile", "x"], "--ssl-certfile and --ssl-keyfile must be given together"),
+        (["bench", "latency", "--batch-size", "0"], "--batch-size must be at least 1; got 0"),
+        (["bench", "throughput", "--max-num-seqs", "0"], "--max-num-seqs must be an integer of at least 1; got 0"),
+        (["info", "--memory-gib", "-1"], "--memory-gib must be a positive number"),
+        (["info", "--dtype", "float7"], "--dtype must be auto or one of"),
+        (["generate", "--prompt", "x", "--max-model-len", "9999"], "--max-model-len must be at most the model's 4096"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_one_line_that_names_its_flag_and_exit_code_2(
+    monkeypatch, capsys, arguments, words
+):
+    assert run(monkeypatch, *arguments, "--model", str(TINY), *(["--quiet"] if arguments[0] != "info" else [])) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"gdn-jax: {words}")
+    assert error.count("\n") == 1
+
+
+def test_help_says_what_each_command_is_for(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["gdn-jax", "serve", "--help"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "Answer HTTP requests in OpenAI's form" in capsys.readouterr().out
 
 
 def test_an_answer_that_failed_ends_with_exit_code_1_after_the_others(monkeypatch, capsys):
@@ -252,12 +290,56 @@ class Screen(io.StringIO):
         return self._is_terminal
 
 
-@pytest.mark.parametrize(("is_terminal", "shown"), [(True, "Bees\nlog\nmake\nlog\n"), (False, "Beeslog\nmake\nlog\n")])
-def test_a_log_line_stands_in_no_answer_on_the_same_terminal(monkeypatch, is_terminal, shown):
+def logs_at_every_step(monkeypatch, *arguments: str, is_terminal: bool) -> tuple[str, list[str]]:
+    """Return what `generate` shows where both outputs go to one place, and its answers."""
+    steps = itertools.count()
+    log = logging.getLogger("gdn_jax.test")
+    launch = QuickRunner.launch
+
+    def tell(self, plan):
+        log.info("step %d", next(steps))
+        return launch(self, plan)
+
     screen = Screen(is_terminal=is_terminal)
+    monkeypatch.setattr(QuickRunner, "launch", tell)
     monkeypatch.setattr(sys, "stdout", screen)
-    handler = command_line._LineOfItsOwn(screen)
-    for text in ("Bees", "make\n"):
-        command_line._write(text)
-        handler.emit(logging.makeLogRecord({"msg": "log"}))
-    assert screen.getvalue() == shown
+    monkeypatch.setattr(sys, "stderr", screen)
+    run_quickly(monkeypatch, *arguments, "--max-tokens", "12", "--temperature", "0", "--ignore-eos")
+    params = llm.SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    prompts = [text for flag, text in itertools.pairwise(arguments) if flag == "--prompt"]
+    answers = [llm.LLM("any", use_tqdm=False).generate(one, params, use_tqdm=False)[0] for one in prompts]
+    return screen.getvalue(), [answer.outputs[0].text for answer in answers]
+
+
+def test_no_log_line_stands_in_an_answer_on_the_same_terminal(monkeypatch):
+    shown, answers = logs_at_every_step(monkeypatch, "--prompt", "ab", "--prompt", "cd", is_terminal=True)
+    assert len(answers) == 2
+    for answer in answers:
+        assert f"\n{answer}\n" in shown
+        assert not re.search(r"I step \d", answer)
+    numbers = [int(number) for number in re.findall(r"^I step (\d+)$", shown, re.MULTILINE)]
+    assert numbers[:12] == list(range(12))  # none is lost, and their order is kept
+    # A compilation's line would come with the first decode step.
+    assert shown.index("I step 1\n") < shown.index(answers[0]) < shown.index("I step 11\n")
+
+
+def test_log_lines_that_go_elsewhere_than_the_answer_do_not_wait_for_it(monkeypatch):
+    shown, (answer,) = logs_at_every_step(monkeypatch, "--prompt", "ab", is_terminal=False)
+    assert answer not in shown
+    assert "I step 9\n" in shown
+
+
+def test_an_answer_that_is_cut_off_ends_its_line_before_what_waited(monkeypatch):
+    screen = Screen(is_terminal=True)
+    monkeypatch.setattr(sys, "stdout", screen)
+    handler = command_line._BetweenAnswers(screen)
+
+    def cut_off() -> None:
+        with handler.answer():
+            command_line._write("Bees")
+            handler.handle(logging.makeLogRecord({"msg": "log"}))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        cut_off()
+    assert screen.getvalue() == "Bees\nlog\n"

@@ -7,10 +7,14 @@ import pytest
 from oracles.engine_rig import TINY
 
 from gdn_jax.errors import ConfigError
-from gdn_jax.serving.info import describe_model
+from gdn_jax.serving.info import ModelReport, describe_model
 
 
 def describe(model: Path | str, **options: object) -> dict[str, str]:
+    return full_report(model, **options).lines
+
+
+def full_report(model: Path | str, **options: object) -> ModelReport:
     return describe_model(str(model), **{"memory_gib": 1.0, "dtype": "auto"} | options)  # pyright: ignore[reportArgumentType]
 
 
@@ -28,8 +32,12 @@ def test_the_numbers_are_those_counted_by_hand() -> None:
     assert report["fits"].startswith("in 1 GiB: 16 sequences at once")
 
 
-def test_a_memory_that_is_too_small_is_said_and_not_raised() -> None:
-    assert describe(TINY, memory_gib=0.0001)["fits"].startswith("not in 0.0001 GiB: ")
+def test_a_memory_that_is_too_small_is_said_with_a_remedy_that_can_help() -> None:
+    report = full_report(TINY, memory_gib=0.0001)
+    assert not report.fits
+    assert report.lines["fits"].startswith("not in 0.0001 GiB: weights must fit what may be used of the device, ")
+    assert report.lines["fits"].endswith(": use a smaller model or a device with more memory")
+    assert full_report(TINY).fits
 
 
 @pytest.mark.parametrize(

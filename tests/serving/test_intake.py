@@ -78,6 +78,21 @@ def test_max_tokens_is_what_the_context_leaves_unless_given(intake: Intake) -> N
     assert intake.take(EncodedPrompt(text=None, token_ids=[1] * 63), SamplingParams(max_tokens=None), Options())
 
 
+@pytest.mark.parametrize(
+    ("limit", "blocks", "remedy"),
+    [
+        (64, 200, "shorten it, or raise max_model_len"),
+        (4096, 1100, "shorten it: that is the model's own limit"),
+        (64, 17, "shorten it, or give the KV pool more memory, which max_model_len fills"),
+    ],
+)
+def test_a_prompt_that_is_too_long_is_told_only_what_can_help(limit: int, blocks: int, remedy: str) -> None:
+    intake = Intake(make_parts(max_model_len=limit, blocks=blocks), seed=3)
+    with pytest.raises(PromptTooLongError) as caught:
+        intake.take(EncodedPrompt(text=None, token_ids=[1] * limit), lasting(), Options())
+    assert str(caught.value) == f"a prompt must be shorter than max_model_len ({limit}); got {limit} tokens; {remedy}"
+
+
 @pytest.mark.parametrize("name", ["stop_token_ids", "logit_bias"])
 def test_a_token_outside_the_vocabulary_is_refused_by_number(intake: Intake, name: str) -> None:
     def asked(*token_ids: int) -> object:

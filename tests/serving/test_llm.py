@@ -3,6 +3,7 @@
 import gc
 import signal
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -47,6 +48,35 @@ def test_text_ids_and_dicts_of_either_are_the_same_prompt(llm):
     outputs = [llm.generate(form, greedy(), use_tqdm=False)[0] for form in forms]
     assert [o.prompt_token_ids for o in outputs] == [ids] * len(forms)
     assert len({tuple(o.outputs[0].token_ids) for o in outputs}) == 1
+
+
+def test_a_bar_says_that_a_call_waits_for_a_step_to_be_compiled_and_only_then(llm, capsys):
+    def shown(**params: object) -> str:
+        llm.generate([PROMPT], greedy(4, **params))
+        return capsys.readouterr().err
+
+    shown()
+    first, second = shown(prompt_logprobs=2), shown(prompt_logprobs=2)  # scoring a prompt is a step of its own
+    told = "prompts (compiling a step for its first use)"
+    assert told in first
+    assert first.rindex("prompts:") > first.rindex(told)  # and no longer than that
+    assert told not in second
+    assert "prompts:" in second
+    llm.generate([PROMPT], greedy(4, prompt_logprobs=2), use_tqdm=False)
+    assert list(llm.stream([PROMPT[0]] * 200, greedy(2, prompt_logprobs=2)))
+    assert capsys.readouterr().err == ""
+
+
+def test_an_engine_goes_with_its_llm_at_once():
+    own = make_llm()
+    engine = weakref.ref(own._engine)
+    gc.collect()
+    gc.disable()
+    try:
+        del own
+        assert engine() is None
+    finally:
+        gc.enable()
 
 
 def test_log_probabilities_are_those_of_the_models_logits(llm):

@@ -105,7 +105,7 @@ def test_more_running_requests_than_slots_are_clamped_with_a_warning_that_says_t
 
 
 def test_a_sequence_that_does_not_fit_is_refused_with_the_numbers() -> None:
-    with pytest.raises(StartupError, match=r"one sequence of 512 tokens needs .* are left: lower max_model_len, or"):
+    with pytest.raises(StartupError, match=r"512 tokens needs .* for the pools: lower max_model_len, .* or raise pool"):
         plan_memory(MODEL, request(pool_bytes=8 * BLOCK))
     with pytest.raises(StartupError, match=r"512 tokens needs 8 blocks and \d fit: lower max_model_len"):
         plan_memory(MODEL, request(pool_bytes=12 * BLOCK, state_share=1.0))
@@ -113,9 +113,46 @@ def test_a_sequence_that_does_not_fit_is_refused_with_the_numbers() -> None:
         plan_memory(MODEL, request(num_blocks=3))
 
 
-def test_a_gpu_too_small_for_the_weights_is_refused_before_anything_loads() -> None:
-    with pytest.raises(StartupError, match=r"beside .* of weights and .* of activations; 0 B are left"):
-        plan_memory(MODEL, request(pool_bytes=0, total_bytes=1000))
+def test_a_gpu_too_small_for_the_weights_is_refused_with_what_they_need_and_what_there_is() -> None:
+    weights = plan_memory(MODEL, request()).weight_bytes
+    with pytest.raises(StartupError) as caught:
+        plan_memory(MODEL, request(pool_bytes=0, total_bytes=1000, device_bytes=2000, max_model_len=0))
+    assert str(caught.value) == (
+        "weights must fit what may be used of the device, 1000 B of 1.95 KiB; held in float32 they need "
+        f"{describe_bytes(weights)}: use a smaller model or a device with more memory"
+    )
+
+
+def refusal(**changes: Any) -> str:
+    with pytest.raises(StartupError) as caught:
+        plan_memory(MODEL, request(**changes))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("remedy", "asked", "followed"),
+    [
+        ("lower max_model_len", {"max_model_len": 4096}, {"max_model_len": 64}),
+        ("lower max_num_batched_tokens", {"budget": 4096}, {"budget": 64}),
+        ("lower max_num_seqs", {"max_num_seqs": 256}, {"max_num_seqs": 1}),
+        ("set dtype to bfloat16", {"dtype": "float32"}, {"dtype": "bfloat16"}),
+        ("raise gpu_memory_utilization", {"total_bytes": MIB}, {"total_bytes": 64 * MIB}),
+        ("raise pool_memory_gib", {"pool_bytes": SLOT}, {"pool_bytes": 8 * MIB}),
+    ],
+)
+def test_a_remedy_is_named_where_it_helps_alone(remedy: str, asked: dict[str, Any], followed: dict[str, Any]) -> None:
+    start: dict[str, Any] = {"max_model_len": 0, "pool_bytes": 0, "device_bytes": 64 * MIB}
+    enough = plan_memory(MODEL, request(**start | asked | followed | {"pool_bytes": 8 * MIB}))
+    start["total_bytes"] = enough.weight_bytes + enough.activation_bytes + MIB // 2
+    assert remedy in refusal(**start | asked)
+    assert plan_memory(MODEL, request(**start | asked | followed)).num_longest >= 1
+
+
+def test_a_remedy_that_would_not_help_is_not_named() -> None:
+    weights = plan_memory(MODEL, request()).weight_bytes
+    for total in (1000, weights, weights + 1000):
+        told = refusal(pool_bytes=0, total_bytes=total, device_bytes=total + 1, max_model_len=4096, dtype="float32")
+        assert told.endswith(": use a smaller model or a device with more memory")
 
 
 def test_a_length_beyond_the_models_is_refused() -> None:

@@ -159,26 +159,32 @@ def test_a_file_of_conversations_is_asked(bench: Bench, tmp_path: Path, name: tu
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "input_len must be given for random prompts; got none; set it, or dataset_path"),
+        ([], "--input-len must be given for random prompts; got none; set it, or --dataset-path"),
         (
             ["--input-len", "200", "--output-len", "57"],
-            r"at most max_model_len \(256\) together; got 200 \+ 57 = 257; raise",
+            r"at most --max-model-len \(256\) together; got 200 \+ 57 = 257; raise",
         ),
         (
             ["--input-len", "90", "--random-prefix-len", "9", "--max-model-len", "99"],
             r"\(99\) together; got 99 \+ 128 = 227",
         ),
-        (["--input-len", "9", "--dataset-name", "sonnet"], "dataset_name must be random or sharegpt; got 'sonnet'"),
-        (["--dataset-name", "sharegpt"], "dataset_name sharegpt must have a file; got none; set dataset_path"),
-        (["--dataset-name", "random", "--dataset-path", "x", "--input-len", "9"], "dataset_path must be left out with"),
-        (["--dataset-path", "x", "--input-len", "9"], "must be left out with dataset_name sharegpt, .*; got 9, 0 and"),
-        (["--dataset-path", "x", "--output-len", "0"], "output_len must be at least 1; got 0"),
-        (["--dataset-path", "no-such-file"], "dataset_path must be a file of JSON; got no-such-file"),
-        (["--input-len", "9", "--random-range-ratio", "1"], r"random_range_ratio must be in \[0, 1\); got 1.0"),
-        (["--input-len", "9", "--num-prompts", "0"], "num_prompts must be at least 1; got 0"),
-        (["--input-len", "9", "--num-warmups", "-1"], "num_warmups must be at least 0; got -1"),
-        (["--input-len", "9", "--n", "129"], "n must be an int from 1 to 128; got 129"),
-        (["--input-len", "9", "--output-json", "/dev/null/x"], "output_json must be a file that can be written"),
+        (["--input-len", "9", "--dataset-name", "sonnet"], "--dataset-name must be random or sharegpt; got 'sonnet'"),
+        (["--dataset-name", "sharegpt"], "--dataset-name sharegpt must have a file; got none; set --dataset-path"),
+        (
+            ["--dataset-name", "random", "--dataset-path", "x", "--input-len", "9"],
+            "--dataset-path must be left out with",
+        ),
+        (
+            ["--dataset-path", "x", "--input-len", "9"],
+            "must be left out with --dataset-name sharegpt, .*; got 9, 0 and",
+        ),
+        (["--dataset-path", "x", "--output-len", "0"], "--output-len must be at least 1; got 0"),
+        (["--dataset-path", "no-such-file"], "--dataset-path must be a file of JSON; got no-such-file"),
+        (["--input-len", "9", "--random-range-ratio", "1"], r"--random-range-ratio must be in \[0, 1\); got 1.0"),
+        (["--input-len", "9", "--num-prompts", "0"], "--num-prompts must be at least 1; got 0"),
+        (["--input-len", "9", "--num-warmups", "-1"], "--num-warmups must be at least 0; got -1"),
+        (["--input-len", "9", "--n", "129"], "--n must be an int from 1 to 128; got 129"),
+        (["--input-len", "9", "--output-json", "/dev/null/x"], "--output-json must be a file that can be written"),
     ],
 )
 def test_what_cannot_be_is_refused_with_exit_code_2(

@@ -195,6 +195,7 @@ def test_a_prompt_of_almost_the_whole_context_is_served_and_one_token_more_is_no
         answer = ask(length, max_tokens)
         assert answer.status_code == 400
         assert answer.json()["error"]["code"] == "context_length_exceeded"
+        assert "raise max_model_len" not in answer.json()["error"]["message"]  # it is the model's own limit
     answer = server.post(CHAT, chat(max_tokens=None, ignore_eos=True)).json()
     assert answer["usage"]["total_tokens"] == 4096
     assert answer["choices"][0]["finish_reason"] == "length"

@@ -1,6 +1,7 @@
 """Running a server: starting, keys, limits, clients that leave or stall, draining, one log line per request."""
 
 import asyncio
+import errno
 import json
 import logging
 import os
@@ -14,12 +15,14 @@ from pathlib import Path
 
 import httpx
 import pytest
+import uvicorn
 from http_rig import LiveServer, chat, completion, events, live_server
 
 from benchmarks.stub_engine import StubEngine
 from gdn_jax.serving.core.errors import EngineError, StartupError
 from gdn_jax.serving.http.config import ServerConfig
 from gdn_jax.serving.http.records import JsonFormatter
+from gdn_jax.serving.http.serve import serve
 
 ROOT = Path(__file__).resolve().parents[3]
 SLOW = 0.01  # seconds per token of an answer that is still running when it is looked at
@@ -83,6 +86,40 @@ def test_a_model_that_does_not_load_ends_the_server_with_its_reason() -> None:
         looked.set()
         server.wait()
         assert isinstance(server.server.problem, StartupError)
+
+
+@pytest.mark.parametrize("is_plain", [False, True], ids=["the fastest loop", "asyncio's own"])
+def test_a_port_in_use_is_refused_with_the_remedy_before_anything_loads(
+    monkeypatch: pytest.MonkeyPatch, is_plain: bool
+) -> None:
+    def refuse() -> StubEngine:
+        raise AssertionError("too early")
+
+    if is_plain:
+        monkeypatch.setattr(uvicorn.Config, "get_loop_factory", lambda config: asyncio.SelectorEventLoop)
+    with live_server() as server:
+        port = server.server.port
+        assert server.post("/v1/completions", completion()).status_code == 200
+        with pytest.raises(StartupError) as caught:
+            serve(refuse, ServerConfig(port=port), model="stub")
+    message = f"port must be free on 127.0.0.1; {port} is in use; choose another, or 0 for any free one"
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("host", ["203.0.113.7", "no-such-host.invalid"])
+def test_a_host_that_is_no_address_of_the_machine_is_refused_by_name(host: str) -> None:
+    with pytest.raises(StartupError, match=f"host must be an address of this machine; got '{host}'"):
+        serve(StubEngine, ServerConfig(host=host, port=0), model="stub")
+
+
+def test_a_port_that_only_the_system_may_take_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Unprivileged(asyncio.SelectorEventLoop):
+        async def create_server(self, *anything: object, **options: object) -> None:
+            raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(uvicorn.Config, "get_loop_factory", lambda config: Unprivileged)
+    with pytest.raises(StartupError, match="port must be one that this user may take; 80 is not; choose one above"):
+        serve(StubEngine, ServerConfig(port=80), model="stub")
 
 
 def test_a_server_that_is_told_to_stop_while_loading_does_not_wait_for_it() -> None:
