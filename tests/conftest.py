@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import jax
 import pytest
-from jaxtyping import install_import_hook
+import quick_checks
 
 if "JAX_PLATFORMS" not in os.environ:
     jax.config.update("jax_platforms", "cpu")  # a test on another device asks for it by that variable
@@ -16,7 +16,7 @@ if "JAX_PLATFORMS" not in os.environ:
 os.environ.setdefault("NPROC", str(max(8, os.cpu_count() or 1)))
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-install_import_hook("gdn_jax", "beartype.beartype")  # before any test imports a module of ours
+quick_checks.install()  # before any test imports a module of ours
 
 # Most of the suite's time goes to compiling; what any process of this or an earlier run compiled is read back. The
 # cache is bounded because a bounded one takes a lock (filelock's): else one could read what another has half written.

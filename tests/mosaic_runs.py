@@ -8,6 +8,7 @@ import jax
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks  # the public names do not tell whether there was a race
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from quick_interpreter import quick_interpreter
 
 ON_GPU = jax.default_backend() == "gpu"
 # Kernels that are told whether they are interpreted: those that multiply out of registers.
@@ -37,7 +38,7 @@ def run_mosaic[Result](run: Callable[[], Result]) -> Result:
     if ON_GPU:
         return jax.block_until_ready(run())
     try:
-        with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        with quick_interpreter(), plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
             result = jax.block_until_ready(run())
             # Newer versions of JAX raise by themselves; older ones know of the last kernel alone that `run` calls.
             if gpu_callbacks.get_races().races_found:

@@ -1,14 +1,15 @@
 """Small engines for tests: one set of compiled steps for all of them, and nothing clean in their pools.
 
 Whatever pool sizes a test asks for, the device's pools have one shape, so that a step is compiled once for all engines
-of a model; the books alone keep to the sizes. Prefill calls have one number of rows for the same reason. Weights are
-read once. Pools start full of NaN: what nobody wrote must never show.
+of a model; the books alone keep to the sizes. Prefill calls have one number of rows for the same reason. Weights and
+chat templates are read once. Pools start full of NaN: what nobody wrote must never show.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -28,6 +29,7 @@ from gdn_jax.serving.runner import runner as runner_module
 from gdn_jax.serving.runner.buckets import Buckets, make_buckets
 from gdn_jax.serving.runner.pools import PoolSizes
 from gdn_jax.serving.runner.runner import LaunchedStep, Runner
+from gdn_jax.serving.text.chat_template import ChatTemplate
 from gdn_jax.state import KVPages, ModelState
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
@@ -66,6 +68,12 @@ def shared_model(config: EngineConfig, *choices: Any, show_progress: bool) -> La
     return _MODELS[key]
 
 
+@cache
+def shared_template(folder: Path) -> ChatTemplate:
+    """Compile a folder's chat templates as start-up does, once for all engines: nothing changes them."""
+    return ChatTemplate.from_folder(folder)
+
+
 def make_llm(
     folder: str | Path = TINY, *, choose_buckets: Callable[..., Buckets] = one_row_count, **settings: Any
 ) -> LLM:
@@ -74,6 +82,7 @@ def make_llm(
         patch.object(startup, "PoolSizes", one_shape),
         patch.object(startup, "make_buckets", choose_buckets),
         patch.object(startup, "_load", shared_model),
+        patch.object(startup, "ChatTemplate", SimpleNamespace(from_folder=shared_template)),
     ):
         llm = LLM(str(folder), **SETTINGS | settings)
     poison(llm)
