@@ -68,7 +68,7 @@ def _command() -> str:
     """Return the command line, with the compiler's flags before it if the environment sets any."""
     flags = os.environ.get("XLA_FLAGS")
     command = ["python", "-m", _module_name(), *sys.argv[1:]]
-    return shlex.join([f"XLA_FLAGS={flags}", *command] if flags else command)
+    return (f"XLA_FLAGS={shlex.quote(flags)} " if flags else "") + shlex.join(command)
 
 
 def _module_name() -> str:

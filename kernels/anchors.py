@@ -3,7 +3,7 @@
 A *slot* is one index into a pool `[slots, ...]`. Slot 0 is the null slot: loading it gives zeros,
 storing to it is skipped. A step reads a row's state at `read_slot` and writes it at `write_slot`, so
 that restoring or forking a state needs no copy. No row may write a slot that another row of the same
-call reads or writes.
+call reads or writes, nor one slot twice: kernels write by copies that overtake each other.
 
 Two row shapes exist. `PrefillRows` packs spans of any length along one token axis; `AdvanceRows` has a
 fixed window of tokens per row and first folds the replay window of the previous step.

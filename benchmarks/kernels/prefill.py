@@ -3,7 +3,7 @@
     python -m benchmarks.kernels.prefill
 
 Every case is checked first against a float64 recurrence over some of its heads, with drawn keys and with strongly
-correlated ones, outputs and states, exported ones too; a case whose check fails has no time. Tokens stand on the chunk
+correlated ones: outputs, exported and final states. A case whose check fails has no time. Tokens stand on the chunk
 grid before the clock starts, where the mixer's prefill writes them. Where flash-linear-attention, FlashQLA or
 jax-linear-attention are installed, they run the same tokens from empty states; what FlashQLA's authors publish of
 FlashInfer on an H200 stands beside them as it is published. `--warpgroups` and `--stages` try other tiles.
@@ -34,6 +34,7 @@ from benchmarks.kernels.device_time import (
 )
 from benchmarks.kernels.peers import jla_prefill, time_torch_prefill, torch_prefills
 from benchmarks.results_file import ResultRow
+from gdn_jax.kernels.anchors import NULL_SLOT, PrefillRows
 from gdn_jax.kernels.dispatch import Implementation
 from gdn_jax.kernels.gated_delta import gdn_prefill
 from gdn_jax.kernels.gated_delta.cases import CASES, PREFILL_BENCHMARKS, PrefillArguments, PrefillCase, make_rows
@@ -75,7 +76,7 @@ class Options:
         implementation: which kernels: mosaic, or jax for the plain ones.
         repeats: timed runs.
         warpgroups: that multiply in one program of the serial kernel; 0: as the kernel chooses.
-        stages: chunks that shared memory holds for them; 0: as the kernel chooses.
+        stages: turns of their loop that shared memory has room for; 0: as the kernel chooses.
     """
 
     output: Path = Path("benchmarks/results/kernels-prefill.json")
@@ -173,18 +174,20 @@ def _widths(case: PrefillCase) -> tuple[tuple[int, int], tuple[int, int]]:
 
 
 def check(case: PrefillCase, prefill: Prefill, *, correlated: bool) -> float:
-    """Return the error of outputs and of the states in slots, of some heads, the larger of the two.
+    """Return the error of outputs and of exported and final states of some heads, the larger of the two.
 
     Raises:
         SystemExit: it is above its tolerance, so that no time would mean anything.
     """
-    args = draw(case, 0, correlated=correlated)
-    outputs, pool = prefill.calls.run(prefill.first_carry(args), [prefill.lay_out(args)] * _num_calls(case))
+    # The last call's tokens are its own: what it leaves out must not be there from the call before.
+    drawn = [draw(case, seed, correlated=correlated) for seed in reversed(range(_num_calls(case)))]
+    args = drawn[-1]
+    outputs, pool = prefill.calls.run(prefill.first_carry(args), [prefill.lay_out(each) for each in drawn])
     outputs = prefill.take_back(outputs, args)
     checked = np.linspace(0, case.heads.num_value - 1, _CHECKED_HEADS).astype(int)
     want, states = run_float64(case, args, checked)
-    slots = np.array(list(states))
-    error = max(_error(outputs[:, checked], want), _error(pool[slots][:, checked], np.stack(list(states.values()))))
+    stored = pool[np.array(list(states))][:, checked]
+    error = max(_error(outputs[:, checked], want), _error(stored, np.stack(list(states.values()))))
     limit = _TOLERANCES["correlated" if correlated else "random"]
     if not error <= limit:
         kind = "correlated" if correlated else "drawn"
@@ -203,33 +206,39 @@ def run_float64(
     """Run some value heads through the recurrence in float64, from empty states.
 
     Returns:
-        Outputs `[T, heads, dv]`; by slot the states `[heads, dv, dk]` that are exported or final.
+        Outputs `[T, heads, dv]`; exported and final states `[heads, dv, dk]` by slot.
     """
     group = case.heads.num_value // case.heads.num_key
     q, k = (np.asarray(x[:, heads // group], np.float64) for x in (args.q, args.inputs.k))
     v, g, beta = (np.asarray(x[:, heads], np.float64) for x in (args.inputs.v, args.inputs.g, args.inputs.beta))
-    write_slot, export_slot = np.asarray(args.rows.write_slot), np.asarray(args.rows.export_slot)
-    outputs, states, begin = np.zeros(v.shape), {}, 0
-    with jax.enable_x64(True):
-        for row, span in enumerate(case.spans):
-            end, piece = begin + span.length, case.export_every or span.length
-            state = np.zeros((len(heads), v.shape[2], k.shape[2]))
-            for first in range(begin, end, piece):
-                tokens = slice(first, min(first + piece, end))
-                out, state = _recurrence(state, *(x[tokens] for x in (q, k, v, g, beta)))
-                outputs[tokens] = np.asarray(out)
-                if case.export_every and tokens.stop == first + piece:
-                    states[int(export_slot[row, (tokens.stop - begin) // CHUNK - 1])] = np.asarray(state)
-            states[int(write_slot[row])] = np.asarray(state)
-            begin = end
-    return outputs, states
+    outputs, states, begin = [], {}, 0
+    for span, ends in zip(case.spans, _stored(args.rows), strict=True):
+        state, first = np.zeros((len(heads), v.shape[2], k.shape[2])), begin - span.start
+        for count, slot in ends:
+            tokens = slice(begin, first + count)
+            with jax.enable_x64(True):
+                state, out = _recurrence(state, *(x[tokens] for x in (q, k, v, g, beta)))
+            states[slot], begin = np.asarray(state), tokens.stop
+            outputs.append(np.asarray(out))
+    return np.concatenate(outputs), states
+
+
+def _stored(rows: PrefillRows) -> list[list[tuple[int, int]]]:
+    """Return for each row, in ascending order, after how many tokens of its sequence which slot gets its state."""
+    counts, slots = (np.asarray(x).tolist() for x in rows.boundaries())
+    ends = zip(np.asarray(rows.start + rows.length).tolist(), np.asarray(rows.write_slot).tolist(), strict=True)
+    exports = (
+        [(count, slot) for count, slot in zip(*of_row, strict=True) if slot != NULL_SLOT]
+        for of_row in zip(counts, slots, strict=True)
+    )
+    return [[*exported, end] for exported, end in zip(exports, ends, strict=True)]
 
 
 @jax.jit
 def _recurrence(
     state: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the outputs of some tokens of a row, and the state after them; the first axis of all else is tokens."""
+    """Run some tokens, one by one; the first axis of all but the state is tokens, the second heads."""
 
     def product(state: jax.Array, vector: jax.Array) -> jax.Array:
         return (state * vector[:, None, :]).sum(-1)
@@ -241,8 +250,7 @@ def _recurrence(
         state = state + error[:, :, None] * k[:, None, :]
         return state, product(state, q)
 
-    state, outputs = lax.scan(step, state, (q, k, v, g, beta))
-    return outputs, state
+    return lax.scan(step, state, (q, k, v, g, beta))
 
 
 def moved_bytes(case: PrefillCase) -> int:
@@ -329,10 +337,13 @@ def _time_jla(
         order = (inputs[name] for name in ("q", "k", "v", "g", "beta"))
         return lax.optimization_barrier(prefill(*order, scale=1.0, output_final_state=True))
 
+    def call(carry: _Carry, inputs: dict[str, jax.Array]) -> _Carry:
+        inputs, _ = lax.optimization_barrier((inputs, carry))  # else nothing keeps calls but the last one of the body
+        return run(inputs)
+
     outputs, state = jax.jit(run)(by_row)
-    shape = args.inputs.v.shape
-    kept = np.asarray(outputs, np.float32).reshape(shape)
-    return time_calls(lambda carry, inputs: run(inputs), (outputs, state), [by_row] * 4, repeats=repeats), kept
+    kept = np.asarray(outputs, np.float32).reshape(args.inputs.v.shape)
+    return time_calls(call, (outputs, state), [by_row] * 4, repeats=repeats), kept
 
 
 def main() -> None:

@@ -134,7 +134,8 @@ def run_chunks(
         interpret: whether this is traced for the interpreter.
     """
     row, num_boundaries = span.row, rows["export_slot"].shape[1]
-    read_slot = rows["read_slot"][row]
+    # Both now: until the end a slot takes fewer registers than its address.
+    read_slot, write_slot = rows["read_slot"][row], rows["write_slot"][row]
 
     def clear() -> None:
         """Wait until all that was sent has left shared memory."""
@@ -208,7 +209,6 @@ def run_chunks(
     # A choice, not a product: the null slot may hold NaN.
     state = jnp.where(everywhere(read_slot == NULL_SLOT, state.shape), jnp.zeros_like(state), state).astype(jnp.float32)
     state = lax.cond(span.count > 0, run_all, lambda state: state, state)
-    write_slot = rows["write_slot"][row]
     store_state(write_slot, state)
     plgpu.commit_smem()
     send_state(write_slot)

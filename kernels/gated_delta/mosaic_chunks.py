@@ -39,7 +39,8 @@ from gdn_jax.kernels.gated_delta.mosaic_substitution import (
 from gdn_jax.kernels.mosaic import everywhere, over_columns, over_rows, product, row_by_row, swizzled
 from gdn_jax.kernels.numerics import CHUNK
 
-# Of the numbers by place: decay from a chunk's start to after a token, from there to the chunk's end, write strength.
+# Of the numbers by place: decay from after a token to the chunk's end, from the chunk's start to there, write strength.
+# The serial kernel copies OUT with IN, and IN with BETA, each two at once.
 OUT, IN, BETA = range(3)
 _SHAPE = (CHUNK, CHUNK)
 _MATRIX = plgpu.Layout.WGMMA

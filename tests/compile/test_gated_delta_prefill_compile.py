@@ -8,6 +8,7 @@ from gdn_jax.kernels.anchors import PrefillRows
 from gdn_jax.kernels.gated_delta import DeltaInputs
 from gdn_jax.kernels.gated_delta.cases import Heads
 from gdn_jax.kernels.gated_delta.mosaic_prefill import gdn_prefill
+from gdn_jax.kernels.gated_delta.tiles import prefill_tiles
 
 pytestmark = pytest.mark.compile
 REAL = Heads(num_key=16, num_value=32, key_dim=128, value_dim=128)
@@ -52,6 +53,13 @@ def test_real_sizes_compile_in_place_with_room_for_what_every_chunk_contributes(
     chunks = 8192 // 64 + 2 * num_rows
     per_chunk = 64 * (2 * 16 + 2 * 32) * 128 * 2 + 32 * (2 * 64 * 64 * 2 + 5 * 64 * 4)
     assert report.temporary_bytes <= 1.05 * chunks * per_chunk
+
+
+@pytest.mark.parametrize("state_dtype", ["float16", "bfloat16"])
+def test_two_warpgroups_spill_nothing_with_16_bit_states_either(state_dtype: str) -> None:
+    assert prefill_tiles(8 * REAL.num_value, REAL.value_dim).warpgroups == 2
+    report = compiled(REAL, num_tokens=1024, num_rows=8, num_slots=20, state_dtype=state_dtype)
+    assert_in_place(report, REAL, 20, 2)
 
 
 @pytest.mark.parametrize(

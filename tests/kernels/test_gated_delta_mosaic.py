@@ -224,7 +224,7 @@ def test_two_warpgroups_run_where_programs_are_more_than_multiprocessors() -> No
         assert prefill_tiles(num_states, value_dim).warpgroups == warpgroups
 
 
-def test_tiles_that_would_wait_for_ever_or_own_no_column_are_refused() -> None:
+def test_tiles_that_copy_nothing_ahead_or_own_no_column_are_refused() -> None:
     with pytest.raises(ValueError, match="stages must be 2 or more"):
         PrefillTiles(warpgroups=1, stages=1)
     with pytest.raises(ValueError, match="must have 1 or 2 warpgroups"):
