@@ -1,4 +1,4 @@
-"""Pallas' interpreter of GPU kernels, its slowest parts made quick: it finds the same in a third of the time.
+"""Pallas' interpreter of GPU kernels, its slowest parts made quick, which changes nothing that it finds.
 
 Races: the interpreter compares the clock of each access to a buffer with those of all accesses before it, one by one.
 Here NumPy compares them all, and Pallas' own search goes on among those that are in no order with the new one.

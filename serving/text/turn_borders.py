@@ -27,14 +27,18 @@ def turn_borders(
     borders: set[int] = set()
     for text in next_turns:
         shared = _shared_length(prompt, text)
-        # the last special token that both texts hold whole, and the first one behind it in the sample
+        # the last special token that both texts hold whole
         start = max([0, *(prompt.rfind(token, 0, shared) for token in tokenizer.special_tokens)])
-        ends = [text.find(token, start + 1) for token in tokenizer.special_tokens]
-        end = min([len(text), *(end for end in ends if end >= 0)])
         num_before = sum(prompt.count(token, 0, start) for token in tokenizer.special_tokens)
-        first = special_places[num_before] if start else 0
-        ids = tokenizer.encode(text[start:end])
-        borders.add(first + _shared_length(prompt_ids[first : first + len(ids)], ids))
+        border, goes_on = special_places[num_before] if start else 0, True
+        # Once, but where other text has the same tokens, as an accent by itself has that is joined to its letter.
+        while goes_on and start < len(text):
+            ends = [text.find(token, start + 1) for token in tokenizer.special_tokens]
+            end = min([len(text), *(end for end in ends if end >= 0)])
+            ids = tokenizer.encode(text[start:end])
+            num_shared = _shared_length(prompt_ids[border : border + len(ids)], ids)
+            border, start, goes_on = border + num_shared, end, num_shared == len(ids)
+        borders.add(border)
     return tuple(sorted(borders))
 
 

@@ -95,6 +95,13 @@ def test_a_border_is_the_common_prefix_of_the_tokens_whatever_the_texts(
     assert turn_borders(tokenizer, prompt, ids, turns) == tuple(sorted(expected))
 
 
+def test_other_text_of_the_same_tokens_is_shared(tokenizer: Tokenizer) -> None:
+    prompt, sample = (f"{letter}<|im_start|>hello<|im_end|>" for letter in ("\u00e9", "e\u0301"))
+    ids = tokenizer.encode(prompt)
+    assert ids == tokenizer.encode(sample)
+    assert turn_borders(tokenizer, prompt, ids, [sample, sample + "hello"]) == (len(ids),)
+
+
 class CountingTokenizer(Tokenizer):
     """Counts the characters it encodes."""
 
