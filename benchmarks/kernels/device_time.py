@@ -93,6 +93,29 @@ def time_calls[Carry, Held](
     return TimedCalls(call).time(carry, held, repeats=repeats)
 
 
+def apart[Held, Result](run: Callable[[Held], Result]) -> Callable[[tuple[Result, ...], Held], tuple[Result, ...]]:
+    """Return a call for `TimedCalls` of what takes nothing from the call before; carried are results, one of each call.
+
+    A compiler drops a result that nobody reads, with the call, and runs once what no round changes. So each result is
+    carried to the same call of the next round, and what a call has of its own passes a barrier with results before it.
+    """
+
+    def call(carry: tuple[Result, ...], own: Held) -> tuple[Result, ...]:
+        own, kept = lax.optimization_barrier((own, carry[1:]))
+        return (*kept, lax.optimization_barrier(run(own)))
+
+    return call
+
+
+def time_apart[Held, Result](run: Callable[[Held], Result], held: Sequence[Held], *, repeats: int = 7) -> Times:
+    """Time calls that take nothing from one another, two or more, as `TimedCalls` does."""
+
+    def empty() -> Result:
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(run, held[0]))
+
+    return time_calls(apart(run), tuple(empty() for _ in held), held, repeats=repeats)
+
+
 def copy_bandwidth(num_bytes: int = _COPIED_BYTES) -> float:
     """Return bytes per second, read and written, of passing over an array that no cache holds."""
     array = jnp.zeros((num_bytes // 4,), jnp.float32)

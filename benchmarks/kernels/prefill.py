@@ -29,7 +29,7 @@ from benchmarks.kernels.device_time import (
     matmul_rate,
     random_keys,
     run_cases,
-    time_calls,
+    time_apart,
     time_rows,
 )
 from benchmarks.kernels.peers import jla_prefill, time_torch_prefill, torch_prefills
@@ -335,15 +335,10 @@ def _time_jla(
 
     def run(inputs: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         order = (inputs[name] for name in ("q", "k", "v", "g", "beta"))
-        return lax.optimization_barrier(prefill(*order, scale=1.0, output_final_state=True))
+        return prefill(*order, scale=1.0, output_final_state=True)
 
-    def call(carry: _Carry, inputs: dict[str, jax.Array]) -> _Carry:
-        inputs, _ = lax.optimization_barrier((inputs, carry))  # else nothing keeps calls but the last one of the body
-        return run(inputs)
-
-    outputs, state = jax.jit(run)(by_row)
-    kept = np.asarray(outputs, np.float32).reshape(args.inputs.v.shape)
-    return time_calls(call, (outputs, state), [by_row] * 4, repeats=repeats), kept
+    outputs = np.asarray(jax.jit(run)(by_row)[0], np.float32).reshape(args.inputs.v.shape)
+    return time_apart(run, [by_row] * 4, repeats=repeats), outputs
 
 
 def main() -> None:
