@@ -5,7 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.kernels.device_time import TimedCalls, Times, apart, relative_error, time_apart, time_calls, time_rows
+from benchmarks.kernels.device_time import (
+    TimedCalls,
+    Times,
+    all_kept,
+    relative_error,
+    time_all_kept,
+    time_calls,
+    time_rows,
+)
 
 
 def test_every_call_gets_what_is_its_own_and_times_are_in_order() -> None:
@@ -21,24 +29,28 @@ def test_every_call_gets_what_is_its_own_and_times_are_in_order() -> None:
     assert 0 < times.p10 <= times.median <= times.p90
 
 
-def test_no_call_is_dropped_where_calls_take_nothing_from_one_another() -> None:
+def test_no_call_is_dropped_whose_result_nobody_reads() -> None:
     ran = set()
 
-    def run(own: jax.Array) -> jax.Array:
+    def call(state: jax.Array, own: jax.Array) -> tuple[jax.Array, jax.Array]:
         def note(own: np.ndarray) -> np.ndarray:
             ran.add(float(own))
             return np.asarray(2 * own)
 
-        return jax.pure_callback(note, own, own)  # which a compiler drops where nobody reads its result
+        return jax.pure_callback(note, own, own), state + own  # a compiler drops a callback whose result is not read
 
     held = [jnp.float32(own) for own in range(3)]
-    results = TimedCalls(apart(run)).run(tuple(jnp.zeros(()) for _ in held), held)
+    results, state = TimedCalls(all_kept(call)).run((tuple(jnp.zeros(()) for _ in held), jnp.zeros(())), held)
     assert [float(result) for result in results] == [0.0, 2.0, 4.0]
     assert ran == {0.0, 1.0, 2.0}
+    assert float(state) % 3 == 0 < float(state)
 
 
-def test_what_is_apart_is_timed_as_other_calls_are() -> None:
-    times = time_apart(jnp.sort, [jnp.arange(3.0), jnp.arange(3.0)], repeats=3)
+def test_calls_without_a_state_are_timed_as_others_are() -> None:
+    def call(nothing: None, own: jax.Array) -> tuple[jax.Array, None]:
+        return jnp.sort(own), nothing
+
+    times = time_all_kept(call, None, [jnp.arange(3.0), jnp.arange(3.0)], repeats=3)
     assert 0 < times.p10 <= times.median <= times.p90
 
 

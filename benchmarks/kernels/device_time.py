@@ -93,27 +93,36 @@ def time_calls[Carry, Held](
     return TimedCalls(call).time(carry, held, repeats=repeats)
 
 
-def apart[Held, Result](run: Callable[[Held], Result]) -> Callable[[tuple[Result, ...], Held], tuple[Result, ...]]:
-    """Return a call for `TimedCalls` of what takes nothing from the call before; carried are results, one of each call.
+def all_kept[Result, State, Held](
+    call: Callable[[State, Held], tuple[Result, State]],
+) -> Callable[[tuple[tuple[Result, ...], State], Held], tuple[tuple[Result, ...], State]]:
+    """Return a call for `TimedCalls` that carries results beside a state, one of each call of the loop's body.
 
-    A compiler drops a result that nobody reads, with the call, and runs once what no round changes. So each result is
-    carried to the same call of the next round, and what a call has of its own passes a barrier with results before it.
+    What only the next call overwrites a compiler does not compute, not even behind a barrier: a kernel that makes
+    nothing but a result that nobody reads would run in the last call alone. So each result is carried to the same call
+    of the next round, and passes a barrier, with what that call has of its own, on its way past the others.
     """
 
-    def call(carry: tuple[Result, ...], own: Held) -> tuple[Result, ...]:
-        own, kept = lax.optimization_barrier((own, carry[1:]))
-        return (*kept, lax.optimization_barrier(run(own)))
+    def kept(carry: tuple[tuple[Result, ...], State], own: Held) -> tuple[tuple[Result, ...], State]:
+        (_, *results), state = carry
+        own, results = lax.optimization_barrier((own, results))  # else what no round changes is computed once
+        result, state = lax.optimization_barrier(call(state, own))
+        return (*results, result), state
 
-    return call
+    return kept
 
 
-def time_apart[Held, Result](run: Callable[[Held], Result], held: Sequence[Held], *, repeats: int = 7) -> Times:
-    """Time calls that take nothing from one another, two or more, as `TimedCalls` does."""
+def time_all_kept[Result, State, Held](
+    call: Callable[[State, Held], tuple[Result, State]], state: State, held: Sequence[Held], *, repeats: int = 7
+) -> Times:
+    """Time calls, two or more, that take a state from one another and whose results nobody reads, or no state."""
+    results = tuple(empty(jax.eval_shape(call, state, held[0])[0]) for _ in held)
+    return time_calls(all_kept(call), (results, state), held, repeats=repeats)
 
-    def empty() -> Result:
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(run, held[0]))
 
-    return time_calls(apart(run), tuple(empty() for _ in held), held, repeats=repeats)
+def empty(shapes: Any) -> Any:
+    """Return zeros of the shapes and dtypes of a pytree."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
 
 def copy_bandwidth(num_bytes: int = _COPIED_BYTES) -> float:

@@ -16,10 +16,9 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import tyro
-from jax import lax
 
 from benchmarks.kernels import advance
-from benchmarks.kernels.device_time import Times, random_keys, relative_error, run_cases, time_calls, time_rows
+from benchmarks.kernels.device_time import Times, random_keys, relative_error, run_cases, time_all_kept, time_rows
 from benchmarks.results_file import ResultRow
 from gdn_jax.kernels.anchors import AdvanceRows
 from gdn_jax.kernels.dispatch import Implementation
@@ -28,7 +27,6 @@ from gdn_jax.kernels.gdn_mixer import MixerTokens, MixerWeights, RecurrentState,
 
 _TAPS, _EPS = 4, 1e-6
 _TOLERANCE = 2.0**-6  # outputs are rounded to 8 bits, of inputs that were rounded to 8 bits
-_Carry = tuple[jax.Array, RecurrentState]  # the outputs of the call before, and the state
 
 
 def _mixer_name(case: AdvanceCase) -> str:
@@ -117,13 +115,13 @@ def time_case(case: AdvanceCase, implementation: Implementation, repeats: int) -
     num_calls = advance.num_calls(case)
     tokens, weights, state = draw(case, 1 + num_calls * case.num_rows)
 
-    def call(carry: _Carry, held: tuple[MixerTokens, MixerWeights, AdvanceRows]) -> _Carry:
-        tokens, weights, rows = held
-        # so that outputs which nobody reads are computed too
-        return lax.optimization_barrier(mix(case, implementation, tokens, weights, rows, carry[1]))
+    def call(
+        state: RecurrentState, held: tuple[MixerTokens, MixerWeights, AdvanceRows]
+    ) -> tuple[jax.Array, RecurrentState]:
+        return mix(case, implementation, *held, state)
 
     held = [(tokens, weights, advance.rows_at(case, 1 + i * case.num_rows)) for i in range(num_calls)]
-    whole = time_calls(call, (jnp.zeros_like(tokens.z), state), held, repeats=repeats)
+    whole = time_all_kept(call, state, held, repeats=repeats)
     args = advance.draw(case, 1 + num_calls * case.num_rows)
     return whole, advance.time_case(case, args, implementation, repeats)
 

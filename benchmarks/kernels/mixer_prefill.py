@@ -16,7 +16,6 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import tyro
-from jax import lax
 
 from benchmarks.kernels.device_time import (
     Times,
@@ -24,8 +23,7 @@ from benchmarks.kernels.device_time import (
     random_keys,
     relative_error,
     run_cases,
-    time_apart,
-    time_calls,
+    time_all_kept,
     time_rows,
 )
 from benchmarks.results_file import ResultRow
@@ -44,7 +42,6 @@ _TAPS, _EPS = 4, 1e-6
 _TOLERANCE = 2.0**-5  # of outputs that are rounded to 8 bits, of inputs and operands that are
 _LEAST_BYTES = 256 << 20  # of all calls' tokens: several times the second-level cache of a Hopper GPU
 _MOST_CALLS = 8  # in the loop's body
-_Carry = tuple[jax.Array, RecurrentState]  # the outputs of the call before, and the state
 
 
 def _mixer_name(case: PrefillCase) -> str:
@@ -158,13 +155,14 @@ def moved_bytes(case: PrefillCase) -> dict[str, int]:
 def time_whole(case: PrefillCase, options: Options) -> Times:
     """Time the mixer on tokens that change from call to call."""
 
-    def call(carry: _Carry, held: tuple[MixerTokens, MixerWeights, PrefillRows]) -> _Carry:
-        # so that outputs which nobody reads are computed too
-        return lax.optimization_barrier(mix(case, options, *held, carry[1]))
+    def call(
+        state: RecurrentState, held: tuple[MixerTokens, MixerWeights, PrefillRows]
+    ) -> tuple[jax.Array, RecurrentState]:
+        return mix(case, options, *held, state)
 
     rows, num_slots = make_rows(case)
     held = [(*draw(case, seed), rows) for seed in range(_num_calls(case))]
-    return time_calls(call, (jnp.zeros_like(held[0][0].z), empty_state(case, num_slots)), held, repeats=options.repeats)
+    return time_all_kept(call, empty_state(case, num_slots), held, repeats=options.repeats)
 
 
 def time_inputs(case: PrefillCase, options: Options) -> Times:
@@ -174,11 +172,11 @@ def time_inputs(case: PrefillCase, options: Options) -> Times:
     def run(tokens: MixerTokens, weights: MixerWeights, conv: jax.Array) -> tuple[Laid, jax.Array]:
         return prefill_inputs(tokens, weights, rows, conv, num_key=heads.num_key, tiles=options.tiles(case))
 
-    def call(carry: tuple[Laid, jax.Array], held: tuple[MixerTokens, MixerWeights]) -> tuple[Laid, jax.Array]:
-        return lax.optimization_barrier(run(*held, carry[1]))
+    def call(conv: jax.Array, held: tuple[MixerTokens, MixerWeights]) -> tuple[Laid, jax.Array]:
+        return run(*held, conv)
 
     held = [draw(case, seed) for seed in range(_num_calls(case))]
-    return time_calls(call, jax.jit(run)(*held[0], empty_state(case, num_slots).conv), held, repeats=options.repeats)
+    return time_all_kept(call, empty_state(case, num_slots).conv, held, repeats=options.repeats)
 
 
 def time_norm(case: PrefillCase, options: Options) -> Times:
@@ -187,15 +185,15 @@ def time_norm(case: PrefillCase, options: Options) -> Times:
     place = place_of_tokens(rows, case.num_tokens)
     shape = num_places(case.num_tokens, case.num_rows), heads.num_value, heads.value_dim
 
-    def run(held: tuple[MixerTokens, MixerWeights, jax.Array]) -> jax.Array:
+    def call(nothing: None, held: tuple[MixerTokens, MixerWeights, jax.Array]) -> tuple[jax.Array, None]:
         tokens, weights, out = held
-        return norm_from_grid(out, tokens, place, weights.norm, eps=_EPS)
+        return norm_from_grid(out, tokens, place, weights.norm, eps=_EPS), nothing
 
     held = [
         (*draw(case, seed), jax.random.normal(next(random_keys(seed, 1)), shape, case.dtype))
         for seed in range(_num_calls(case))
     ]
-    return time_apart(run, held, repeats=options.repeats)
+    return time_all_kept(call, None, held, repeats=options.repeats)
 
 
 def _num_calls(case: PrefillCase) -> int:
