@@ -55,10 +55,11 @@ def test_real_sizes_compile_in_place_with_room_for_what_every_chunk_contributes(
     assert report.temporary_bytes <= 1.05 * chunks * per_chunk
 
 
-@pytest.mark.parametrize("state_dtype", ["float16", "bfloat16"])
-def test_two_warpgroups_spill_nothing_with_16_bit_states_either(state_dtype: str) -> None:
+# Two sizes, since ptxas speaks but once of the kernel that both would have.
+@pytest.mark.parametrize(("state_dtype", "num_tokens"), [("float16", 1024), ("bfloat16", 1088)])
+def test_two_warpgroups_spill_nothing_with_16_bit_states_either(state_dtype: str, num_tokens: int) -> None:
     assert prefill_tiles(8 * REAL.num_value, REAL.value_dim).warpgroups == 2
-    report = compiled(REAL, num_tokens=1024, num_rows=8, num_slots=20, state_dtype=state_dtype)
+    report = compiled(REAL, num_tokens=num_tokens, num_rows=8, num_slots=20, state_dtype=state_dtype)
     assert_in_place(report, REAL, 20, 2)
 
 
