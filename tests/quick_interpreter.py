@@ -5,8 +5,6 @@ Here NumPy compares them all, and Pallas' own search goes on among those that ar
 
 Callbacks: whatever a kernel does calls Python, and each argument of a call is put on a device, to be read back at once.
 Here the arguments stay what they are: integers, and arrays of NumPy.
-
-Compiling: what calls Python is compiled for one run, and LLVM would spend more time on making it quick than it runs.
 """
 
 from collections import defaultdict
@@ -18,7 +16,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-from jax._src import callback, compiler, source_info_util
+from jax._src import callback, source_info_util
 from jax._src.pallas.mosaic.interpret.race_detection_state import RaceDetectionState
 from jax._src.pallas.mosaic.interpret.vector_clock import NpVectorClock
 
@@ -74,17 +72,6 @@ def keep_on_host(arguments: Sequence[np.ndarray], device: object) -> list[Any]:
     return [x.item() if x.ndim == 0 and x.dtype.kind == "i" else np.asarray(x) for x in arguments]
 
 
-def compile_unoptimised(compile_it: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that compiles as `compile_it` does, but programs that call Python without optimisations."""
-
-    def compile_either(backend, module, executable_devices, options, host_callbacks) -> Any:
-        if "python_cpu_callback" in str(module):
-            options.env_option_overrides = [("xla_backend_optimization_level", "0")]
-        return compile_it(backend, module, executable_devices, options, host_callbacks)
-
-    return compile_either
-
-
 @contextmanager
 def quick_interpreter() -> Iterator[None]:
     """Have kernels interpreted so; they must have run at the end of the block."""
@@ -93,6 +80,5 @@ def quick_interpreter() -> Iterator[None]:
     with (
         patch.multiple(RaceDetectionState, check_read=check_read, check_write=check_write),
         patch.object(callback, "api", SimpleNamespace(device_put=keep_on_host)),
-        patch.object(compiler, "backend_compile_and_load", compile_unoptimised(compiler.backend_compile_and_load)),
     ):
         yield
