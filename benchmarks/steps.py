@@ -23,7 +23,7 @@ import jax
 import numpy as np
 import tyro
 
-from benchmarks.kernels.device_time import copy_bandwidth
+from benchmarks.kernels.device_time import copy_bandwidth, copy_row
 from benchmarks.results_file import ResultRow, write_results
 from benchmarks.trace_parts import idle_seconds, parts_of, read_events
 from gdn_jax.config import ModelConfig
@@ -247,7 +247,7 @@ def main() -> None:
         raise SystemExit(f"--profile needs a GPU; the device here is {jax.devices()[0].device_kind}")
     bandwidth = copy_bandwidth()
     model = Model(options)
-    rows = [ResultRow(case="copy", metric="GB/s", value=bandwidth / 1e9, unit="GB/s", implementation="xla", error=None)]
+    rows = [copy_row(bandwidth)]
     for batch in options.batches:
         case = f"{model.name}/decode/B{batch}/ctx{options.context}"
         floor = model.decode_seconds_at(bandwidth, batch, options.context)

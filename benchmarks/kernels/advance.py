@@ -24,6 +24,7 @@ from jax import lax
 from benchmarks.kernels.device_time import (
     Times,
     copy_bandwidth,
+    copy_row,
     random_keys,
     relative_error,
     run_cases,
@@ -229,7 +230,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     options = tyro.cli(Options, description=__doc__)
     bandwidth = copy_bandwidth()
-    rows = [ResultRow(case="copy", metric="GB/s", value=bandwidth / 1e9, unit="GB/s", implementation="xla", error=None)]
+    rows = [copy_row(bandwidth)]
     empty = None
     if options.implementation == "mosaic":
         nothing = time_nothing(options.repeats)

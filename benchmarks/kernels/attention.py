@@ -18,7 +18,15 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from benchmarks.kernels.device_time import copy_bandwidth, random_keys, relative_error, run_cases, time_calls, time_rows
+from benchmarks.kernels.device_time import (
+    copy_bandwidth,
+    copy_row,
+    random_keys,
+    relative_error,
+    run_cases,
+    time_calls,
+    time_rows,
+)
 from benchmarks.results_file import ResultRow
 from gdn_jax.kernels.anchors import AdvanceRows
 from gdn_jax.kernels.dispatch import Implementation
@@ -150,7 +158,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     options = tyro.cli(Options, description=__doc__)
     bandwidth = copy_bandwidth()
-    rows = [ResultRow(case="copy", metric="GB/s", value=bandwidth / 1e9, unit="GB/s", implementation="xla", error=None)]
+    rows = [copy_row(bandwidth)]
     timed = partial(benchmark, options=options, bandwidth=bandwidth)
     run_cases("kernels-attention", options.output, options.cases, CASES, timed, rows)
 

@@ -140,6 +140,20 @@ def matmul_rate(size: int = 8192) -> float:
     return 2 * size**3 / times.median
 
 
+def copy_row(bandwidth: float) -> ResultRow:
+    """Return the bandwidth of a copy as a result row."""
+    return _measure_row("copy", "GB/s", bandwidth / 1e9)
+
+
+def matmul_row(rate: float) -> ResultRow:
+    """Return the rate of a product as a result row."""
+    return _measure_row("matmul", "TFLOP/s", rate / 1e12)
+
+
+def _measure_row(case: str, unit: str, value: float) -> ResultRow:
+    return ResultRow(case=case, metric=unit, value=value, unit=unit, implementation="xla", error=None)
+
+
 def random_keys(seed: int | jax.Array, count: int) -> Iterator[jax.Array]:
     """Return keys to draw arguments with, of a generator whose code compiles in a third of the default one's time."""
     return iter(jax.random.split(jax.random.key(seed, impl="rbg"), count))

@@ -20,6 +20,7 @@ import tyro
 from benchmarks.kernels.device_time import (
     Times,
     copy_bandwidth,
+    copy_row,
     random_keys,
     relative_error,
     run_cases,
@@ -218,7 +219,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     options = tyro.cli(Options, description=__doc__)
     bandwidth = copy_bandwidth()
-    rows = [ResultRow(case="copy", metric="GB/s", value=bandwidth / 1e9, unit="GB/s", implementation="xla", error=None)]
+    rows = [copy_row(bandwidth)]
     timed = partial(benchmark, options=options, bandwidth=bandwidth)
     run_cases("kernels-mixer-prefill", options.output, options.cases, _CASES, timed, rows)
 

@@ -23,6 +23,7 @@ import tyro
 from benchmarks.kernels.device_time import (
     Times,
     matmul_rate,
+    matmul_row,
     random_keys,
     relative_error,
     run_cases,
@@ -232,9 +233,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     options = tyro.cli(Options, description=__doc__)
     rate = matmul_rate()
-    rows = [
-        ResultRow(case="matmul", metric="TFLOP/s", value=rate / 1e12, unit="TFLOP/s", implementation="xla", error=None)
-    ]
+    rows = [matmul_row(rate)]
     timed = partial(benchmark, options=options, rate=rate)
     run_cases("kernels-prefill-attention", options.output, options.cases, CASES, timed, rows)
 

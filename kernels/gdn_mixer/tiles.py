@@ -7,9 +7,8 @@ from gdn_jax.kernels.gated_delta.tiles import MULTIPROCESSORS
 from gdn_jax.kernels.numerics import CHUNK
 
 MOST_TAPS = 9  # of a convolution: shared memory has room for the inputs of so many before a tile
-MOST_VALUE_HEADS = (
-    448  # shared memory has room for b and a of so many, of a chunk's tokens and as many rows before them
-)
+# Shared memory has room for b and a of so many, of a chunk's tokens and as many rows before them.
+MOST_VALUE_HEADS = 448
 _PROGRAMS = 3 * MULTIPROCESSORS // 2  # fewer leave multiprocessors idle
 
 
