@@ -43,22 +43,22 @@ def time_fla_advance(arrays: dict[str, np.ndarray], *, repeats: int = 7) -> tupl
     return _time_graph(torch, [partial(call, state) for state in states], repeats), outputs
 
 
-def torch_prefills() -> dict[str, Callable[..., Any]]:
-    """Return the chunked prefills that torch has here, by the name of who made them; empty without a GPU."""
+def torch_prefills() -> dict[str, str]:
+    """Return modules of torch's chunked prefills that are here, by the name of who made them; empty without a GPU."""
     found = {"fla": "fla.ops.gated_delta_rule", "flash_qla": "flash_qla"}
     here = {name: module for name, module in found.items() if find_spec(module.partition(".")[0]) is not None}
     if not here or find_spec("torch") is None or not import_module("torch").cuda.is_available():
         return {}
-    return {name: import_module(module).chunk_gated_delta_rule for name, module in here.items()}
+    return here
 
 
 def time_torch_prefill(
-    prefill: Callable[..., Any], arrays: dict[str, np.ndarray], lengths: Sequence[int], *, repeats: int = 7
+    module: str, arrays: dict[str, np.ndarray], lengths: Sequence[int], *, repeats: int = 7
 ) -> tuple[Times, np.ndarray]:
     """Time one of `torch_prefills` from empty states, its final states computed too.
 
     Args:
-        prefill: the function.
+        module: that has it.
         arrays: float32 `q`, `k` `[T, Nk, dk]`, `v` `[T, Nv, dv]`, `g`, `beta` `[T, Nv]`; q, k and v run in bfloat16.
         lengths: of the rows, packed one after the other.
         repeats: timed runs.
@@ -66,7 +66,7 @@ def time_torch_prefill(
     Returns:
         Times of one call, replayed from a CUDA graph, and its outputs `[T, Nv, dv]`.
     """
-    torch = import_module("torch")
+    torch, prefill = import_module("torch"), import_module(module).chunk_gated_delta_rule
     rows = (len(lengths), lengths[0]) if len(set(lengths)) == 1 else (1, sum(lengths))
     dtypes = {"q": torch.bfloat16, "k": torch.bfloat16, "v": torch.bfloat16, "g": torch.float32, "beta": torch.float32}
     inputs = {
@@ -84,10 +84,13 @@ def time_torch_prefill(
     return _time_graph(torch, [call] * 4, repeats), outputs
 
 
-def jla_prefill() -> Callable[..., Any] | None:
-    """Return jax-linear-attention's chunked prefill of rows of one length, if it is here."""
-    if find_spec("jla") is None:
-        return None
+def has_jla() -> bool:
+    """Return whether jax-linear-attention is here."""
+    return find_spec("jla") is not None
+
+
+def jla_prefill() -> Callable[..., Any]:
+    """Return jax-linear-attention's chunked prefill of rows of one length."""
     return import_module("jla.ops.mosaic_gpu.gated_delta_rule").gated_delta_rule
 
 

@@ -35,7 +35,7 @@ from benchmarks.kernels.device_time import (
     time_all_kept,
     time_rows,
 )
-from benchmarks.kernels.peers import jla_prefill, time_torch_prefill, torch_prefills
+from benchmarks.kernels.peers import has_jla, jla_prefill, time_torch_prefill, torch_prefills
 from benchmarks.results_file import ResultRow
 from gdn_jax.kernels.anchors import NULL_SLOT, PrefillRows
 from gdn_jax.kernels.dispatch import Implementation
@@ -308,12 +308,11 @@ def _peers(case: PrefillCase, repeats: int) -> Iterator[ResultRow]:
     arrays = {name: np.asarray(x, np.float32) for name, x in {"q": args.q, **vars(args.inputs)}.items()}
     lengths = [span.length for span in case.spans]
     timed = {
-        name: partial(time_torch_prefill, prefill, arrays, lengths, repeats=repeats)
-        for name, prefill in torch_prefills().items()
+        name: partial(time_torch_prefill, module, arrays, lengths, repeats=repeats)
+        for name, module in torch_prefills().items()
     }
-    jla = jla_prefill()
-    if jla is not None and len(set(lengths)) == 1:
-        timed["jla"] = partial(_time_jla, jla, case, args, repeats)
+    if has_jla() and len(set(lengths)) == 1:
+        timed["jla"] = partial(_time_jla, case, args, repeats)
     for name, time_peer in timed.items():
         try:
             times, outputs = time_peer()
@@ -327,10 +326,9 @@ def _peers(case: PrefillCase, repeats: int) -> Iterator[ResultRow]:
             _LOG.warning("%s: the error of %s is %g: no time", case.name, name, error)
 
 
-def _time_jla(
-    prefill: Callable[..., tuple[jax.Array, jax.Array]], case: PrefillCase, args: PrefillArguments, repeats: int
-) -> tuple[Times, np.ndarray]:
+def _time_jla(case: PrefillCase, args: PrefillArguments, repeats: int) -> tuple[Times, np.ndarray]:
     """Time jax-linear-attention on rows of one length, in a jitted loop as ours."""
+    prefill = jla_prefill()
     by_row = {
         name: x.reshape(case.num_rows, -1, *x.shape[1:]) for name, x in {"q": args.q, **vars(args.inputs)}.items()
     }
