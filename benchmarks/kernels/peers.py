@@ -1,5 +1,6 @@
 """Kernels of others, timed on the same shapes where they are installed: torch and what runs on it."""
 
+import os
 import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -66,6 +67,7 @@ def time_torch_prefill(
     Returns:
         Times of one call, replayed from a CUDA graph, and its outputs `[T, Nv, dv]`.
     """
+    os.environ["FLA_FLASH_QLA"] = "0"  # else FLA runs FlashQLA where that is installed, and one is timed twice
     torch, prefill = import_module("torch"), import_module(module).chunk_gated_delta_rule
     rows = (len(lengths), lengths[0]) if len(set(lengths)) == 1 else (1, sum(lengths))
     dtypes = {"q": torch.bfloat16, "k": torch.bfloat16, "v": torch.bfloat16, "g": torch.float32, "beta": torch.float32}
