@@ -73,7 +73,8 @@ class Intake:
         self.reader = PromptReader(parts.tokenizer, parts.chat_template, parts.model_config.vocab_size)
         self._tokenizer, self._defaults = parts.tokenizer, parts.defaults
         self._vocab_size = parts.model_config.vocab_size
-        self._max_model_len, self._longer = parts.memory.max_model_len, _how_to_take_more(parts)
+        self._max_model_len = parts.memory.max_model_len
+        self._longer = parts.memory.how_to_take_longer(parts.model_config.context_length)
         self._seed = seed
         self._num_requests = 0
         self._num_seedless = 0
@@ -171,16 +172,6 @@ class Intake:
             return int(params.seed)
         self._num_seedless += 1
         return derive_seed(self._seed, self._num_seedless - 1)
-
-
-def _how_to_take_more(parts: EngineParts) -> str:
-    """Return the rest of a remedy: what would let longer prompts in, beside shortening them."""
-    plan = parts.memory
-    if plan.max_model_len >= parts.model_config.context_length:
-        return ": that is the model's own limit"
-    if plan.max_model_len >= (plan.num_blocks - 1) * plan.block_size:
-        return ", or give the KV pool more memory, which max_model_len fills"
-    return ", or raise max_model_len"
 
 
 def one_per_prompt[T](name: str, given: Sequence[T], num_prompts: int) -> list[T]:

@@ -96,7 +96,7 @@ def measure_latency(asked: Latency) -> Report:
         if asked.output_json is not None:
             _LOG.warning("nothing is written to %s, since a profile times nothing", asked.output_json)
     llm = start(asked.engine, quiet=asked.quiet)
-    check_fit(lengths, llm.max_model_len)
+    check_fit(lengths, llm.max_model_len, llm.memory.how_to_take_longer(llm.model_config.context_length))
     if (num_rows := asked.batch_size * asked.n) > llm.memory.max_num_seqs:
         _LOG.warning("only %d of the %d sequences run at once (max_num_seqs)", llm.memory.max_num_seqs, num_rows)
     requests = workload.requests(asked.batch_size, llm.get_tokenizer())

@@ -151,7 +151,8 @@ def measure_throughput(asked: Throughput) -> Report:
         requests = workload.requests(asked.num_prompts, llm.get_tokenizer(), llm.max_model_len)
     else:
         requests = workload.requests(asked.num_prompts, llm.get_tokenizer())
-    check_fit([request.lengths for request in requests], llm.max_model_len)
+    longer = llm.memory.how_to_take_longer(llm.model_config.context_length)
+    check_fit([request.lengths for request in requests], llm.max_model_len, longer)
 
     def run(some: Sequence[BenchRequest]) -> tuple[float, list[RequestOutput]]:
         params = [asked.params(request.num_answer_tokens) for request in some]

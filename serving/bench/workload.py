@@ -24,6 +24,7 @@ MOST_REQUESTS = 1_000_000  # of one run: they are all made before it begins
 _LEAST_TOKENS = 4
 _MOST_PROMPT_TOKENS = 1024
 _MOST_TOKENS = 2048
+_PERHAPS_LONGER = ", or raise max_model_len if the model takes more"  # where the model is not known
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,8 +245,13 @@ def check_at_most(most: int, **numbers: int) -> None:
             raise SettingError(f"{name} must be at most {most}; got {value}")
 
 
-def check_fit(requests: Sequence[Lengths], max_model_len: int) -> None:
+def check_fit(requests: Sequence[Lengths], max_model_len: int, longer: str = _PERHAPS_LONGER) -> None:
     """Check that an engine takes every request.
+
+    Args:
+        requests: their lengths.
+        max_model_len: what it takes.
+        longer: the rest of a remedy, what would let longer ones in.
 
     Raises:
         SettingError: one is too long.
@@ -254,5 +260,5 @@ def check_fit(requests: Sequence[Lengths], max_model_len: int) -> None:
     if longest.prompt + longest.answer > max_model_len:
         raise SettingError(
             f"a prompt and its answer must be at most max_model_len ({max_model_len}) together; got {longest.prompt} + "
-            f"{longest.answer} = {longest.prompt + longest.answer}; raise max_model_len, or ask for less"
+            f"{longest.answer} = {longest.prompt + longest.answer}; ask for less{longer}"
         )

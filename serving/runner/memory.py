@@ -118,6 +118,14 @@ class MemoryPlan:
         blocks = -(-self.max_model_len // self.block_size)
         return min((self.num_blocks - 1) // blocks, self.num_slots - 1, self.max_num_seqs)
 
+    def how_to_take_longer(self, context_length: int) -> str:
+        """Return the rest of a remedy, what would let longer sequences in; the model takes `context_length`."""
+        if self.max_model_len >= context_length:
+            return ": that is the model's own limit"
+        if self.max_model_len >= (self.num_blocks - 1) * self.block_size:
+            return ", or give the KV pool more memory, which max_model_len fills"
+        return ", or raise max_model_len"
+
     def lines(self) -> list[str]:
         """Describe the split for people."""
         blocks = (self.num_blocks - 1) * self.block_size

@@ -93,9 +93,11 @@ def test_the_longest_request_is_held_against_the_context() -> None:
     requests = [Lengths(prompt=10, answer=2), Lengths(prompt=3, answer=11), Lengths(prompt=1, answer=1)]
     check_fit(requests, 14)
     with pytest.raises(
-        SettingError, match=r"at most max_model_len \(13\) together; got 3 \+ 11 = 14; raise max_model_len"
+        SettingError, match=r"at most max_model_len \(13\) together; got 3 \+ 11 = 14; ask for less, or raise"
     ):
         check_fit(requests, 13)
+    with pytest.raises(SettingError, match=r"ask for less: that is the model's own limit$"):
+        check_fit(requests, 13, ": that is the model's own limit")
 
 
 def test_a_file_gives_first_questions_and_as_many_tokens_as_their_answers_have(
