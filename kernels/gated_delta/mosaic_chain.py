@@ -17,6 +17,7 @@ known, when no product is under way.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -107,21 +108,11 @@ class Room:
     state: Any
 
 
-def run_chunks(
-    span: Span,
-    here: Any,
-    keys: Ring,
-    turns: Ring,
-    rows: dict[str, Any],
-    pool: Callable[[Array], Any],
-    out: Any,
-    room: Room,
-    *,
-    interpret: bool,
-) -> None:
-    """Carry a row's state from its read slot over all chunks to its write slot, for some value columns.
+@dataclass(frozen=True, kw_only=True)
+class Chain:
+    """What a warpgroup carries over a row: the state of some value columns of one head.
 
-    Args:
+    Attributes:
         span: the row's chunks.
         here: the columns, of those of a stage.
         keys: where those of each chunk arrive.
@@ -131,88 +122,106 @@ def run_chunks(
         pool: the recurrent state of these columns in a slot, `[columns, dk]` in global memory.
         out: receives outputs of these columns on the grid axis, `[places, columns]` in global memory.
         room: through which results leave.
-        interpret: whether this is traced for the interpreter.
     """
-    row, num_boundaries = span.row, rows["export_slot"].shape[1]
-    # Both now: until the end a slot takes fewer registers than its address.
-    read_slot, write_slot = rows["read_slot"][row], rows["write_slot"][row]
 
-    def clear() -> None:
-        """Wait until all that was sent has left shared memory."""
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    span: Span
+    here: Any
+    keys: Ring
+    turns: Ring
+    rows: dict[str, Any]
+    pool: Callable[[Array], Any]
+    out: Any
+    room: Room
 
-    def store_state(slot: Array, state: Array) -> None:
-        @pl.when(slot != NULL_SLOT)
-        def _() -> None:
-            clear()
-            room.state[...] = state.astype(room.state.dtype)
-
-    def send_state(slot: Array) -> None:
-        pl.when(slot != NULL_SLOT)(lambda: plgpu.copy_smem_to_gmem(room.state, pool(slot)))
-
-    def export_slot(index: Array) -> Array:
-        if num_boundaries == 0:
-            return jnp.int32(NULL_SLOT)
-        is_boundary = (index < num_boundaries) & ((index + 1) * CHUNK <= span.end)
-        slot = rows["export_slot"][row, jnp.minimum(index, num_boundaries - 1)]
-        return jnp.where(is_boundary, slot, NULL_SLOT)
-
-    def store_output(output: Array) -> None:
-        clear()
-        room.output.transpose((1, 0))[...] = output
-
-    def send(index: Array, slot: Array) -> None:
+    def run(self, *, interpret: bool) -> None:
+        """Carry the state from its read slot over all chunks to its write slot; `interpret`: for the interpreter."""
+        # Both now: until the end a slot takes fewer registers than its address.
+        read_slot, write_slot = (self.rows[name][self.span.row] for name in ("read_slot", "write_slot"))
+        state = plgpu.load(self.pool(read_slot), layout=_MATRIX, optimized=False)
+        # A choice, not a product: the null slot may hold NaN.
+        is_null = everywhere(read_slot == NULL_SLOT, state.shape)
+        state = jnp.where(is_null, jnp.zeros_like(state), state).astype(jnp.float32)
+        over_all = partial(self._over_all, interpret=interpret)
+        state = lax.cond(self.span.count > 0, over_all, lambda state: state, state)
+        self._store_state(write_slot, state)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(room.output, out.at[span.places(index)])
-        send_state(slot)
+        self._send_state(write_slot)
+        _clear()  # before the program ends, and its shared memory with it
 
-    def following(index: Array) -> _Following:
-        """Return a chunk to the turn before, once its keys have come; past the end is anything that nobody reads."""
-        pl.when(index < span.count)(lambda: keys.wait(index))
-        here_too = turns.arrays(index)
-        k = keys.arrays(jnp.minimum(index, span.count - 1))["k"]
-        return _Following(k=k, v=here_too["next_v"].at[:, here], gates=here_too["next_gates"])
-
-    def run_chunk(index: Array, carry: _Carried) -> _Carried:
-        turn = index + 1
-        aside = _Aside(
-            store_output=lambda: store_output(carry.output),
-            send=lambda: pl.when(index > 0)(lambda: send(index - 1, carry.slot)),
-            export_slot=lambda: export_slot(index),
-            following=lambda: following(index + 1),
-        )
-        run = _run_interpreted if interpret else _run_overlapped
-        turns.wait(turn)
-        carry = run(carry, {**turns.arrays(turn), **keys.arrays(index)}, aside)
-        keys.release(index)
-        turns.release(turn)
-        store_state(carry.slot, carry.state)
-        return carry
-
-    def run_all(state: Array) -> Array:
-        operand, first = state.astype(out.dtype), jnp.int32(0)
-        turns.wait(first)
-        chunk = following(first)
+    def _over_all(self, state: Array, *, interpret: bool) -> Array:
+        """Return the state after all chunks."""
+        dtype, first, nothing = self.out.dtype, jnp.int32(0), jnp.zeros(_SHAPE, jnp.float32)
+        operand = state.astype(dtype)
+        self.turns.wait(first)
+        chunk = self._following(first)
         given = chunk.given()
-        nothing = jnp.zeros(_SHAPE, jnp.float32)
         at_keys = add_product(nothing, operand, chunk.k.transpose((1, 0)), interpret=interpret)
-        turns.release(first)
-        wanted = given.wanted(at_keys).astype(out.dtype)
-        output, slot = nothing.astype(out.dtype), jnp.int32(NULL_SLOT)  # of no chunk: not sent
+        self.turns.release(first)
+        wanted = given.wanted(at_keys).astype(dtype)
+        output, slot = nothing.astype(dtype), jnp.int32(NULL_SLOT)  # of no chunk: not sent
         carry = _Carried(state=state, operand=operand, wanted=wanted, output=output, slot=slot)
-        carry = lax.fori_loop(0, span.count, run_chunk, carry)
-        store_output(carry.output)
-        send(span.count - 1, carry.slot)
+        carry = lax.fori_loop(0, self.span.count, partial(self._over_one, interpret=interpret), carry)
+        self._store_output(carry.output)
+        self._send(self.span.count - 1, carry.slot)
         return carry.state
 
-    state = plgpu.load(pool(read_slot), layout=_MATRIX, optimized=False)
-    # A choice, not a product: the null slot may hold NaN.
-    state = jnp.where(everywhere(read_slot == NULL_SLOT, state.shape), jnp.zeros_like(state), state).astype(jnp.float32)
-    state = lax.cond(span.count > 0, run_all, lambda state: state, state)
-    store_state(write_slot, state)
-    plgpu.commit_smem()
-    send_state(write_slot)
-    clear()  # before the program ends, and its shared memory with it
+    def _over_one(self, index: Array, carry: _Carried, *, interpret: bool) -> _Carried:
+        """Return what is held after a chunk."""
+        turn = index + 1
+        aside = _Aside(
+            store_output=lambda: self._store_output(carry.output),
+            send=lambda: pl.when(index > 0)(lambda: self._send(index - 1, carry.slot)),
+            export_slot=lambda: self._export_slot(index),
+            following=lambda: self._following(index + 1),
+        )
+        run = _run_interpreted if interpret else _run_overlapped
+        self.turns.wait(turn)
+        carry = run(carry, {**self.turns.arrays(turn), **self.keys.arrays(index)}, aside)
+        self.keys.release(index)
+        self.turns.release(turn)
+        self._store_state(carry.slot, carry.state)
+        return carry
+
+    def _following(self, index: Array) -> _Following:
+        """Return a chunk to the turn before, once its keys have come; past the end is anything that nobody reads."""
+        pl.when(index < self.span.count)(lambda: self.keys.wait(index))
+        arrays = self.turns.arrays(index)
+        k = self.keys.arrays(jnp.minimum(index, self.span.count - 1))["k"]
+        return _Following(k=k, v=arrays["next_v"].at[:, self.here], gates=arrays["next_gates"])
+
+    def _export_slot(self, index: Array) -> Array:
+        """Return the slot that a chunk's end is exported to, or the null slot."""
+        slots = self.rows["export_slot"]
+        num_boundaries = slots.shape[1]
+        if num_boundaries == 0:
+            return jnp.int32(NULL_SLOT)
+        is_boundary = (index < num_boundaries) & ((index + 1) * CHUNK <= self.span.end)
+        slot = slots[self.span.row, jnp.minimum(index, num_boundaries - 1)]
+        return jnp.where(is_boundary, slot, NULL_SLOT)
+
+    def _store_output(self, output: Array) -> None:
+        _clear()
+        self.room.output.transpose((1, 0))[...] = output
+
+    def _store_state(self, slot: Array, state: Array) -> None:
+        @pl.when(slot != NULL_SLOT)
+        def _() -> None:
+            _clear()
+            self.room.state[...] = state.astype(self.room.state.dtype)
+
+    def _send(self, index: Array, slot: Array) -> None:
+        """Have a chunk's output copied from where it was stored, and the state that was exported, if one was."""
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(self.room.output, self.out.at[self.span.places(index)])
+        self._send_state(slot)
+
+    def _send_state(self, slot: Array) -> None:
+        pl.when(slot != NULL_SLOT)(lambda: plgpu.copy_smem_to_gmem(self.room.state, self.pool(slot)))
+
+
+def _clear() -> None:
+    """Wait until all that was sent has left shared memory."""
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def _run_interpreted(carry: _Carried, chunk: dict[str, Any], aside: _Aside) -> _Carried:

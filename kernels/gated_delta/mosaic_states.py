@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from gdn_jax.kernels.anchors import NULL_SLOT, PrefillRows
-from gdn_jax.kernels.gated_delta.mosaic_chain import Room, run_chunks
+from gdn_jax.kernels.gated_delta.mosaic_chain import Chain, Room
 from gdn_jax.kernels.gated_delta.mosaic_chunks import IN, OUT
 from gdn_jax.kernels.gated_delta.mosaic_heads import FirstHeads
 from gdn_jax.kernels.gated_delta.mosaic_ring import Ring, ring_room, span_of
@@ -158,11 +158,15 @@ def _make_body(num_heads: int, first_heads: FirstHeads, tiles: PrefillTiles, *, 
                 set_registers(tiles.chain_registers, "increase")
                 span = span_of(rows, row)
                 here, there = (pl.ds(first + warpgroup * COLUMNS, COLUMNS) for first in (0, part * width))
-                own = Room(**{name: ref.at[warpgroup] for name, ref in leave.items()})
-
-                def state_in(slot: Array) -> Any:
-                    return pool.at[slot * num_heads + head, there]
-
-                run_chunks(span, here, keys, turns, rows, state_in, out.at[:, head, there], own, interpret=interpret)
+                Chain(
+                    span=span,
+                    here=here,
+                    keys=keys,
+                    turns=turns,
+                    rows=rows,
+                    pool=lambda slot: pool.at[slot * num_heads + head, there],
+                    out=out.at[:, head, there],
+                    room=Room(**{name: ref.at[warpgroup] for name, ref in leave.items()}),
+                ).run(interpret=interpret)
 
     return gdn_prefill_states_body
