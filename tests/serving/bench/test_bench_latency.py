@@ -112,11 +112,11 @@ def test_the_seed_draws_the_prompts(bench: Bench) -> None:
     [
         (
             ["--input-len", "200", "--output-len", "57"],
-            r"at most --max-model-len \(256\) together; got 200 \+ 57 = 257; raise",
+            r"at most --max-model-len \(256\) together; got 200 \+ 57 = 257; ask for less, or raise --max-model-len$",
         ),
         (
             ["--max-model-len", "99", "--output-len", "68"],
-            r"at most --max-model-len \(99\) together; got 32 \+ 68 = 100; raise",
+            r"\(99\) together; got 32 \+ 68 = 100; ask for less, or raise --max-model-len if the model takes more$",
         ),
         (["--batch-size", "0"], "--batch-size must be at least 1; got 0"),
         (["--batch-size", "1000001"], "--batch-size must be at most 1000000; got 1000001"),

@@ -162,7 +162,7 @@ def test_a_file_of_conversations_is_asked(bench: Bench, tmp_path: Path, name: tu
         ([], "--input-len must be given for random prompts; got none; set it, or --dataset-path"),
         (
             ["--input-len", "200", "--output-len", "57"],
-            r"at most --max-model-len \(256\) together; got 200 \+ 57 = 257; raise",
+            r"at most --max-model-len \(256\) together; got 200 \+ 57 = 257; ask for less, or raise --max-model-len$",
         ),
         (
             ["--input-len", "90", "--random-prefix-len", "9", "--max-model-len", "99"],
