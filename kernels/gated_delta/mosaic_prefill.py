@@ -45,6 +45,7 @@ def gdn_prefill(
 
     Raises:
         UnsupportedKernelError: for what `check_prefill` and `check_operands` refuse.
+        ValueError: tiles were asked for that own more value columns than a head has.
     """
     num_tokens, num_key, key_dim = q.shape
     num_heads, value_dim = inputs.v.shape[1:]

@@ -54,11 +54,17 @@ def run_rows(
 
     Returns:
         Outputs, anything in chunks that no row uses; the pool.
+
+    Raises:
+        ValueError: the warpgroups of a program would own more value columns than a head has.
     """
     num_places, (num_heads, value_dim, key_dim) = tokens["v"].shape[0], pool.shape[1:]
     dtype, columns = tokens["v"].dtype, COLUMNS * tiles.warpgroups
     if value_dim % columns:
-        raise ValueError(f"{tiles.warpgroups} warpgroups must share a head's {value_dim} value columns, 64 for each")
+        raise ValueError(
+            f"{tiles.warpgroups} warpgroups must share a head's {value_dim} value columns, {COLUMNS} for each; ask for "
+            f"{value_dim // COLUMNS} at most"
+        )
 
     def matrices(count: int, width: int) -> Any:
         return plgpu.SMEM((count, CHUNK, width), dtype, transforms=swizzled(dtype))

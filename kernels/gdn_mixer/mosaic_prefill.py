@@ -45,7 +45,7 @@ def gdn_mixer_prefill(
 
     Raises:
         UnsupportedKernelError: for what `check_mixer`, `check_operands`, `check_taps` and `check_value_heads` refuse.
-        ValueError: for what `check_tiles` refuses.
+        ValueError: for what `check_tiles` refuses, or delta tiles that own more value columns than a head has.
     """
     num_tokens, dtype = tokens.packed.shape[0], tokens.packed.dtype
     num_key, key_dim = state.replay.delta.k.shape[2:]
@@ -56,7 +56,7 @@ def gdn_mixer_prefill(
     check_taps(weights.taps.shape[0])
     check_value_heads(num_value)
     tiles = tiles or mixer_tiles(num_tokens, num_key, num_value)
-    check_tiles(tiles, num_value)
+    check_tiles(tiles, num_key, num_value)
     laid, conv = prefill_inputs(tokens, weights, rows, state.conv, num_key=num_key, tiles=tiles)
     on_grid, pool = laid.pop("tokens"), state.recurrent
     out, recurrent = gdn_prefill_on_grid(

@@ -25,6 +25,12 @@ class MixerTiles:
     heads: int
     places: int
 
+    def __post_init__(self) -> None:
+        if self.heads not in (1, 2):
+            raise ValueError(f"a program must have 1 or 2 heads; got {self.heads}")
+        if self.places not in (CHUNK // 4, CHUNK // 2, CHUNK):
+            raise ValueError(f"a tile must have 16, 32 or 64 places; got {self.places}")
+
 
 def mixer_tiles(num_tokens: int, num_key: int, num_value: int) -> MixerTiles:
     """Choose tiles such that every multiprocessor has programs enough."""
@@ -40,8 +46,13 @@ def least_places(num_value: int) -> int:
     return min(max(16, CHUNK // (num_value & -num_value) * 2), CHUNK)
 
 
-def check_tiles(tiles: MixerTiles, num_value: int) -> None:
-    """Raise ValueError if the gates of a tile would not be made."""
+def check_tiles(tiles: MixerTiles, num_key: int, num_value: int) -> None:
+    """Raise ValueError if a program would have heads of two kinds, or the gates of a tile would not be made."""
+    if num_key % tiles.heads or num_value % tiles.heads:
+        raise ValueError(
+            f"heads of a program must divide the numbers of key and value heads; got {tiles.heads} for {num_key} and "
+            f"{num_value}; ask for 1"
+        )
     if tiles.places < least_places(num_value):
         raise ValueError(
             f"a tile must have {least_places(num_value)} places or more for {num_value} value heads; got {tiles.places}"

@@ -303,9 +303,18 @@ def test_tiles_divide_heads_and_chunks_and_fill_a_device(num_tokens: int, heads:
 
 def test_tiles_whose_gates_would_not_be_made_are_refused_and_those_that_are_chosen_are_not() -> None:
     with pytest.raises(ValueError, match="must have 64 places or more for 2 value heads; got 32"):
-        check_tiles(MixerTiles(heads=2, places=32), 2)
+        check_tiles(MixerTiles(heads=2, places=32), 2, 2)
     for num_value in (1, 2, 3, 4, 8, 32, 48):
-        check_tiles(mixer_tiles(64, num_value, num_value), num_value)
+        check_tiles(mixer_tiles(64, num_value, num_value), num_value, num_value)
+
+
+def test_tiles_of_heads_of_two_kinds_or_of_parts_that_no_chunk_has_are_refused() -> None:
+    with pytest.raises(ValueError, match="must divide the numbers of key and value heads; got 2 for 1 and 2"):
+        check_tiles(MixerTiles(heads=2, places=64), 1, 2)
+    with pytest.raises(ValueError, match="must have 1 or 2 heads; got 4"):
+        MixerTiles(heads=4, places=64)
+    with pytest.raises(ValueError, match="must have 16, 32 or 64 places; got 24"):
+        MixerTiles(heads=1, places=24)
 
 
 def test_what_the_mosaic_mixer_cannot_run_is_refused() -> None:
