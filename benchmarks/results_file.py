@@ -8,9 +8,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
 
 from gdn_jax.serving.bench.report import device_name, package_versions
+
+_PEERS = ("torch", "fla", "flash_qla", "jla")  # modules that others' kernels come from
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,12 +44,18 @@ def write_results(path: Path, suite: str, rows: Sequence[ResultRow]) -> None:
         "device": device_name(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
-        "versions": package_versions(),
+        "versions": package_versions() | _peer_versions(),
         "command": _command(),
         "rows": [asdict(row) for row in rows],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def _peer_versions() -> dict[str, str]:
+    """Return the versions of the packages that peers came from, those of which a module was loaded."""
+    owners = packages_distributions()
+    return {name: version(name) for module in _PEERS if module in sys.modules for name in owners.get(module, ())}
 
 
 def _commit() -> str:
