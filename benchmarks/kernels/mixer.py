@@ -92,7 +92,7 @@ def mix(
 
 
 def check(case: AdvanceCase, implementation: Implementation) -> float:
-    """Return the error of the outputs and states of a case against the reference.
+    """Return the error of the outputs, states and windows of a case against the reference.
 
     Raises:
         SystemExit: it is above the tolerance, so that no time would mean anything.
@@ -103,8 +103,8 @@ def check(case: AdvanceCase, implementation: Implementation) -> float:
         jax.jit(partial(mix, case, which))(tokens, weights, rows, state)
         for which in (implementation, Implementation.REFERENCE)
     )
-    pairs = ((got[0], want[0]), (got[1].recurrent[1:], want[1].recurrent[1:]), (got[1].conv, want[1].conv))
-    error = max(relative_error(a, b) for a, b in pairs)
+    leaves = (jax.tree.leaves(result) for result in (got, want))
+    error = max(relative_error(*pair) for pair in zip(*leaves, strict=True))
     if not error <= _TOLERANCE:
         raise SystemExit(f"{case.name}: the mixer must be right within {_TOLERANCE}; error {error}: no times")
     return error

@@ -8,7 +8,7 @@ before the delta rule and `norm` the one after it, each beside what a copy of as
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -62,7 +62,7 @@ class Options:
         implementation: which kernels: mosaic, or jax for the plain ones, whose parts are not timed.
         repeats: timed runs.
         heads: that a program of the kernel before the delta rule owns, 1 or 2; 0: as the kernel chooses.
-        places: that it fills, 16, 32 or 64.
+        places: that it fills, 16, 32 or 64; 0: as the kernel chooses.
     """
 
     output: Path = Path("benchmarks/results/kernels-mixer-prefill.json")
@@ -70,13 +70,13 @@ class Options:
     implementation: Literal["mosaic", "jax"] = "mosaic"
     repeats: int = 7
     heads: Literal[0, 1, 2] = 0
-    places: Literal[16, 32, 64] = 64
+    places: Literal[0, 16, 32, 64] = 0
 
     def tiles(self, case: PrefillCase) -> MixerTiles:
         """Return the tiles that a case is run with."""
-        if self.heads:
-            return MixerTiles(heads=self.heads, places=self.places)
-        return mixer_tiles(case.num_tokens, case.heads.num_key, case.heads.num_value)
+        asked = {"heads": self.heads, "places": self.places}
+        chosen = mixer_tiles(case.num_tokens, case.heads.num_key, case.heads.num_value)
+        return replace(chosen, **{name: value for name, value in asked.items() if value})
 
 
 @partial(jax.jit, static_argnums=0)
@@ -121,7 +121,7 @@ def mix(
     state: RecurrentState,
 ) -> tuple[jax.Array, RecurrentState]:
     """Call the mixer as the engine does, or with tiles that were asked for."""
-    if options.heads and options.implementation == "mosaic":
+    if options.implementation == "mosaic" and (options.heads or options.places):
         return mosaic_prefill(tokens, weights, rows, state, eps=_EPS, tiles=options.tiles(case))
     implementation = Implementation(options.implementation)
     return gdn_mixer_prefill(tokens, weights, rows, state, eps=_EPS, implementation=implementation)
