@@ -43,7 +43,8 @@ class PrefillRows:
         write_slot: state after the last token goes there.
         export_slot: entry (r, j) receives the state after exactly `boundary(r, j)` tokens of the sequence,
             where `boundary(r, j) = (start[r] // CHUNK + 1 + j) * CHUNK`; the null slot means no export. A boundary
-            beyond the row's end is not exported, whatever its entry says.
+            beyond the row's end is not exported, whatever its entry says. It must not be the row's own `read_slot`,
+            which programs of the mixer may yet have to read when others export.
     """
 
     offset: Int[AnyArray, "rows"]
