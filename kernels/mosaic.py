@@ -4,9 +4,11 @@ A *thread* of Pallas' Mosaic GPU is a warpgroup: 4 warps of 32 lanes. Without a 
 under `plgpu.force_gpu_interpret_mode`; those that multiply out of registers, which the interpreter cannot, take an
 argument for it.
 
-Numbers that lie apart in global memory are loaded and stored by each thread of CUDA on its own, 128 times and without a
-barrier: what one stores another may not have loaded yet. Vectors are safe, since Mosaic puts a barrier before and after
-each of their stores (unless a kernel asks it not to).
+Mosaic puts a barrier before and after each store of a vector. The kernels of the delta rule and of its mixer ask it not
+to (`unsafe_no_auto_barriers`), and call `all_arrive` wherever a thread of CUDA reads what another one stores, or stores
+what another one may not have read yet; waits for copies are barriers too. The interpreter runs a warpgroup as one
+thread, so that a barrier that is missing shows on a GPU alone, where tests compare with Mosaic's own. Scalars have no
+barrier in any kernel: each of 128 threads loads and stores them on its own.
 """
 
 from collections.abc import Sequence
@@ -43,6 +45,11 @@ def row_by_row(columns: int) -> tuple[Any, ...]:  # of plgpu.Transform, which ca
     columns than were copied there.
     """
     return (plgpu.TilingTransform((columns,)),)  # pyright: ignore[reportAbstractUsage]
+
+
+def all_arrive() -> None:
+    """Have all threads of a warpgroup wait for one another, and see what each has stored; for inside a kernel."""
+    plgpu.commit_smem()  # a barrier, behind a fence that copies and tensor cores need
 
 
 def product(left, right) -> jax.Array:

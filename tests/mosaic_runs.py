@@ -3,8 +3,11 @@
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
+from typing import Any
+from unittest.mock import patch
 
 import jax
+import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks  # the public names do not tell whether there was a race
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -46,3 +49,21 @@ def run_mosaic[Result](run: Callable[[], Result]) -> Result:
             return result
     finally:
         gpu_callbacks.reset_gpu_interpret_mode_state()
+
+
+def assert_no_barrier_is_missing(run: Callable[[], Any], times: int = 20) -> None:
+    """A call returns the bits, again and again, that it has with Mosaic's own barriers around every store; on a GPU."""
+
+    def with_barriers(**params: Any) -> plgpu.CompilerParams:
+        return params_of(**{**params, "unsafe_no_auto_barriers": False})
+
+    def bits(result: Any) -> list[bytes]:
+        return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(result)]
+
+    params_of = plgpu.CompilerParams
+    jax.clear_caches()  # of jaxprs, which hold a kernel's parameters
+    with patch.object(plgpu, "CompilerParams", with_barriers):
+        want = bits(run())
+    jax.clear_caches()
+    for _ in range(times):
+        assert bits(run()) == want

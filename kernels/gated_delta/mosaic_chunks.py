@@ -36,7 +36,7 @@ from gdn_jax.kernels.gated_delta.mosaic_substitution import (
     store_parts,
     substitute_forward,
 )
-from gdn_jax.kernels.mosaic import everywhere, over_columns, over_rows, product, row_by_row, swizzled
+from gdn_jax.kernels.mosaic import all_arrive, everywhere, over_columns, over_rows, product, row_by_row, swizzled
 from gdn_jax.kernels.numerics import CHUNK
 
 # Of the numbers by place: decay from after a token to the chunk's end, from the chunk's start to there, write strength.
@@ -102,7 +102,7 @@ def chunk_factors(
         },
         grid=(num_chunks, num_key * pairs),
         grid_names=("chunk", "part"),
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),
     )(q, k, gates, is_used.astype(jnp.int32))
     return {"inverses": inverses, "scores": scores, "gates": by_place}
 
@@ -159,7 +159,9 @@ def _make_body(group: int, pairs: int, first_heads: FirstHeads, *, interpret: bo
                 store_halves(strength[member], strengths.at[member], interpret=interpret)
                 for i, portion in enumerate(_split_decay(decay[member])):
                     summed[member, i, pl.ds(CHUNK, CHUNK)] = portion
+            all_arrive()
             sums["along"][...] = sums["down"][...] = _sum_up(summed)
+            all_arrive()
 
             @for_each_head
             def _(member: int) -> None:
@@ -173,12 +175,15 @@ def _make_body(group: int, pairs: int, first_heads: FirstHeads, *, interpret: bo
             plgpu.barrier_wait(loaded)
 
             store_gram(product(keys, keys.transpose((1, 0))), gram, interpret=interpret)
+            all_arrive()
             substitute_forward(gram, strengths, halves)
             # Only now, and K K^T a second time: registers do not last for them and the substitution.
             key_queries = product(keys, queries.transpose((1, 0)))
             row, column = (plgpu.broadcasted_iota(jnp.int32, _SHAPE, axis, layout=_MATRIX) for axis in range(2))
             key_queries = jnp.where(column >= row, key_queries, 0.0)
-            store_parts(product(keys, keys.at[pl.ds(HALF, HALF)].transpose((1, 0))), merged["corner"])
+            at_corner = product(keys, keys.at[pl.ds(HALF, HALF)].transpose((1, 0)))
+            all_arrive()  # keys and queries, whose room this is, have been read; and the halves are all there
+            store_parts(at_corner, merged["corner"])
 
             @for_each_head
             def _(member: int) -> None:
@@ -208,7 +213,9 @@ def _sum_up(summed: Any) -> Float[Array, "heads parts places"]:
     total = plgpu.load(summed.at[:, :, pl.ds(CHUNK, CHUNK)], layout=_SUMS, optimized=False)
     for step in (1, 4, 16):
         if step > 1:
+            all_arrive()
             summed[:, :, pl.ds(CHUNK, CHUNK)] = total
+            all_arrive()
         for earlier in (step, 2 * step, 3 * step):
             total = total + plgpu.load(summed.at[:, :, pl.ds(CHUNK - earlier, CHUNK)], layout=_SUMS, optimized=False)
     return total

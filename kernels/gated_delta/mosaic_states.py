@@ -90,7 +90,7 @@ def run_rows(
         grid_names=("row", "head", "part"),
         num_threads=tiles.warpgroups + 1,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),
     )(tokens, factors, vars(rows), states)
     return out, jax.freeze(states).reshape(pool.shape)
 

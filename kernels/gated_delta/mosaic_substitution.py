@@ -27,7 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from gdn_jax.kernels.mosaic import SWIZZLE_BYTES, add_products, over_rows, row_by_row, swizzled
+from gdn_jax.kernels.mosaic import SWIZZLE_BYTES, add_products, all_arrive, over_rows, row_by_row, swizzled
 from gdn_jax.kernels.numerics import CHUNK
 
 PAIR = 2  # heads whose matrices are inverted side by side
@@ -102,6 +102,7 @@ def substitute_forward(gram: Any, strengths: Any, inverses: Any) -> None:
             sums = sums + lax.broadcast_in_dim(entries, sums.shape, (1, 3)) * row
         known.append(rows)
         sums = sums[..., _ROWS:] if first + _ROWS < HALF else sums
+    all_arrive()  # all have read G, whose room this may be
     inverses[...] = jnp.concatenate(known, axis=3)
 
 

@@ -26,7 +26,7 @@ from gdn_jax.kernels.gated_rms_norm import gated_rms_norm
 from gdn_jax.kernels.gdn_mixer.inputs import MixerTokens, MixerWeights
 from gdn_jax.kernels.gdn_mixer.mosaic_arithmetic import convolve, normalized, sigmoid, softplus
 from gdn_jax.kernels.gdn_mixer.state import RecurrentState, ReplayWindow
-from gdn_jax.kernels.mosaic import HeadsOverWarps, everywhere
+from gdn_jax.kernels.mosaic import HeadsOverWarps, all_arrive, everywhere
 
 
 @partial(jax.jit, static_argnames=("eps",))
@@ -91,6 +91,7 @@ def advance_inputs(
         out_type=(inputs_of(num_new)["k"], inputs_of(num_new), inputs_of(num_replay)),
         grid=(num_rows, heads // at_once),
         grid_names=("row", "part"),
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
     )(
         by_head(tokens.packed),
         {"taps": by_head(weights.taps), "a_log": weights.a_log, "dt_bias": weights.dt_bias},
@@ -178,8 +179,8 @@ def _make_body(layout: HeadsOverWarps, key_parts: int, first_b: int) -> Callable
         def run(name: str, first_part: int) -> None:
             first_head = (part - first_part) * at_once  # among the heads of its kind
             owned = pl.ds(first_head, at_once)
-            # All loads come before the first store. What a vector store writes, all threads have read before: it waits
-            # for them. A scalar is loaded and stored by each thread on its own, and one that lags would read new gates.
+            # All loads come before the first store, and a barrier between them: warps that hold vectors alike, and all
+            # threads in the case of gates, load what others store, and one that lags would read what is new.
             own = [first_head + head for head in range(at_once)] if name == "v" else []
             gates = [gates_of(head) for head in own]
             taps = [layout.load(weights["taps"].at[j, heads]) for j in range(num_taps)]
@@ -187,6 +188,7 @@ def _make_body(layout: HeadsOverWarps, key_parts: int, first_b: int) -> Callable
             window = [history(folded + place) for place in range(num_taps - 1)]
             saved = [history(jnp.clip(save_after, 0, num_replay) + place) for place in range(num_taps - 1)]
             replayed = [layout.load(kept[name].at[lane, j, owned]) for j in range(num_replay if name != "q" else 0)]
+            all_arrive()
 
             is_saved = (save_slot != NULL_SLOT) & (save_after > 0) & (save_after <= folded)
             pl.when(is_saved)(lambda: move_window(save_slot, saved))

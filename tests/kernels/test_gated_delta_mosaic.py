@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from mosaic_runs import ON_GPU, run_mosaic
+from mosaic_runs import ON_GPU, assert_no_barrier_is_missing, run_mosaic
 from oracles import kernel_float64 as oracle
 from oracles.delta_checks import assert_close, assert_stored, with_rows
 
@@ -175,6 +175,26 @@ def test_tiles_change_no_bit() -> None:
     args = make_prefill(narrow("misaligned", heads=wide, dtype="bfloat16", spans=spans, num_tokens=152, num_rows=2))
     one, two = (prefill(args, PrefillTiles(warpgroups=count, stages=1 + count)) for count in (1, 2))
     assert [array.tobytes() for array in one] == [array.tobytes() for array in two]
+
+
+@pytest.mark.skipif(not ON_GPU, reason="the interpreter runs a warpgroup as one thread")
+@pytest.mark.parametrize(
+    ("heads", "num_rows"), [((4, 8, 128, 128), 20), ((4, 8, 128, 128), 3), ((1, 3, 64, 128), 20), ((2, 2, 128, 64), 9)]
+)
+def test_no_barrier_is_missing(heads: tuple[int, int, int, int], num_rows: int) -> None:
+    num_key, num_value, key_dim, value_dim = heads
+    args = make_prefill(
+        PrefillCase(
+            name="barriers",
+            heads=Heads(num_key=num_key, num_value=num_value, key_dim=key_dim, value_dim=value_dim),
+            spans=tuple(Span(37 * row, 50 * row) for row in range(num_rows)),
+            num_tokens=50 * num_rows * (num_rows - 1) // 2,
+            num_rows=num_rows,
+            dtype="bfloat16",
+            export_every=CHUNK,
+        )
+    )
+    assert_no_barrier_is_missing(lambda: prefill(args))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

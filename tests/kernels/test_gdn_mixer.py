@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from mosaic_runs import run_mosaic
+from mosaic_runs import ON_GPU, assert_no_barrier_is_missing, run_mosaic
 
 from gdn_jax.kernels.anchors import AdvanceRows
 from gdn_jax.kernels.dispatch import Implementation, UnsupportedKernelError
@@ -153,6 +153,13 @@ class TestMixer:
         got = advance(args, implementation)
         assert got[0].dtype == jnp.bfloat16
         assert_equal(args, got, 2.0**-7)  # a sum in another order may round to the next of 8 bits
+
+
+@pytest.mark.skipif(not ON_GPU, reason="the interpreter runs a warpgroup as one thread")
+@pytest.mark.parametrize("heads", [(4, 8, 128), (1, 3, 64), (2, 2, 128)], ids=str)
+def test_no_barrier_is_missing(heads: tuple[int, int, int]) -> None:
+    args = draw(SAVES, MOVES, SHARES, FRESH, CLOSES, PADDING, heads=heads, dtype="bfloat16")
+    assert_no_barrier_is_missing(lambda: advance(args, Implementation.MOSAIC))
 
 
 def test_more_new_tokens_than_a_replay_window_holds_are_refused_by_the_mosaic_mixer() -> None:

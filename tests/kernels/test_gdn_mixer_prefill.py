@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from mosaic_runs import ON_GPU, run_mosaic
+from mosaic_runs import ON_GPU, assert_no_barrier_is_missing, run_mosaic
 
 from gdn_jax.kernels.anchors import NULL_SLOT, PrefillRows
 from gdn_jax.kernels.causal_conv1d import causal_conv1d_prefill
@@ -145,6 +145,13 @@ class TestMixer:
     def test_16_bit_activations_are_rounded_where_the_reference_rounds(self, implementation: Implementation) -> None:
         args = draw((64, 5), heads=(1, 2, 64), num_tokens=16, num_rows=1, dtype="bfloat16")
         self.assert_equal(args, implementation, 2.0**-6)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="the interpreter runs a warpgroup as one thread")
+@pytest.mark.parametrize("name", ["chunks", "misaligned", "windows that reach back over a tile"])
+def test_no_barrier_is_missing(name: str) -> None:
+    args = draw(*PACKINGS[name], heads=(4, 8, 128))
+    assert_no_barrier_is_missing(lambda: prefill(args, Implementation.MOSAIC))
 
 
 @partial(jax.jit, static_argnums=1)
