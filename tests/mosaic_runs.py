@@ -51,19 +51,28 @@ def run_mosaic[Result](run: Callable[[], Result]) -> Result:
         gpu_callbacks.reset_gpu_interpret_mode_state()
 
 
-def assert_no_barrier_is_missing(run: Callable[[], Any], times: int = 20) -> None:
-    """A call returns the bits, again and again, that it has with Mosaic's own barriers around every store; on a GPU."""
+def assert_no_barrier_is_missing(run: Callable[..., Any], *args: Any, times: int = 20) -> None:
+    """A jittable call returns the bits, again and again, that it has with Mosaic's own barriers; on a GPU.
+
+    Args:
+        run: what is compiled with them and without.
+        args: its arguments.
+        times: calls without.
+    """
 
     def with_barriers(**params: Any) -> plgpu.CompilerParams:
         return params_of(**{**params, "unsafe_no_auto_barriers": False})
+
+    def compiled() -> Callable[..., Any]:
+        jax.clear_caches()  # of jaxprs, which hold a kernel's parameters
+        return jax.jit(run).lower(*args).compile()
 
     def bits(result: Any) -> list[bytes]:
         return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(result)]
 
     params_of = plgpu.CompilerParams
-    jax.clear_caches()  # of jaxprs, which hold a kernel's parameters
     with patch.object(plgpu, "CompilerParams", with_barriers):
-        want = bits(run())
-    jax.clear_caches()
+        want = bits(compiled()(*args))
+    fast = compiled()
     for _ in range(times):
-        assert bits(run()) == want
+        assert bits(fast(*args)) == want

@@ -194,7 +194,7 @@ def test_no_barrier_is_missing(heads: tuple[int, int, int, int], num_rows: int) 
             export_every=CHUNK,
         )
     )
-    assert_no_barrier_is_missing(lambda: prefill(args))
+    assert_no_barrier_is_missing(mosaic_prefill, args.q, args.inputs, args.rows, args.pool)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
