@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from gdn_jax.kernels.agreement import Described
 from gdn_jax.kernels.numerics import CHUNK
 
 NULL_SLOT = 0
@@ -53,6 +54,11 @@ class PrefillRows:
     read_slot: Int[AnyArray, "rows"]
     write_slot: Int[AnyArray, "rows"]
     export_slot: Int[AnyArray, "rows boundaries"]
+
+    def described(self) -> dict[str, Described]:
+        """Return every field with its dimensions, for `agreement.py`."""
+        fields = {f"rows.{name}": Described(array, "rows", "int32") for name, array in vars(self).items()}
+        return fields | {"rows.export_slot": Described(self.export_slot, "rows boundaries", "int32")}
 
     def row_of(self, num_tokens: int) -> tuple[Int[Array, "T"], Bool[Array, "T"]]:
         """Return each packed token's row, and whether any row owns it (the row of an unowned token is in range)."""
@@ -105,6 +111,10 @@ class AdvanceRows:
     folded: Int[AnyArray, "rows"]
     num_replay: Int[AnyArray, "rows"]
     num_new: Int[AnyArray, "rows"]
+
+    def described(self) -> dict[str, Described]:
+        """Return every field with its dimensions, for `agreement.py`."""
+        return {f"rows.{name}": Described(array, "rows", "int32") for name, array in vars(self).items()}
 
     def saves(self) -> Bool[Array, "rows"]:
         """Return which rows store a state at `save_slot` in this call."""

@@ -15,6 +15,7 @@ from functools import partial
 import jax
 from jaxtyping import Array, Bool, Float
 
+from gdn_jax.kernels.agreement import Described, check_agreement
 from gdn_jax.kernels.anchors import AdvanceRows, PrefillRows
 from gdn_jax.kernels.dispatch import Implementation, imported_when_called, on_tensor_cores
 from gdn_jax.kernels.gated_delta import chunked, reference
@@ -65,7 +66,16 @@ def gdn_prefill(
 
     Returns:
         Outputs in the dtype of v, zeros for tokens that no row owns; the pool with final and exported states.
+
+    Raises:
+        ValueError: sizes or dtypes do not agree.
+        UnsupportedKernelError: the Mosaic kernels cannot run these sizes or dtypes.
     """
+    check_agreement(
+        inputs.described("inputs", "T")
+        | {"q": Described(q, "T Nk dk"), "pool": Described(pool, "slots Nv dv dk")}
+        | rows.described()
+    )
     return _PREFILL[implementation](q, inputs, rows, pool)
 
 
@@ -96,7 +106,17 @@ def gdn_advance(
 
     Returns:
         Outputs in the dtype of v, zeros past `num_new`; the pool. `rows.saves()` tells which saves were stored.
+
+    Raises:
+        ValueError: sizes or dtypes do not agree.
+        UnsupportedKernelError: the Mosaic kernels cannot run these sizes or dtypes.
     """
+    check_agreement(
+        new.described("new", "rows T")
+        | replay.described("replay", "rows R")
+        | {"q": Described(q, "rows T Nk dk"), "pool": Described(pool, "slots Nv dv dk")}
+        | rows.described()
+    )
     return _ADVANCE[implementation](q, new, replay, rows, pool)
 
 
@@ -117,5 +137,10 @@ def gdn_forward(
 
     Returns:
         Outputs in the dtype of v.
+
+    Raises:
+        ValueError: sizes or dtypes do not agree.
     """
+    described = {"q": Described(q, "rows T Nk dk"), "is_first": Described(is_first, "rows T", "bool")}
+    check_agreement(inputs.described("inputs", "rows T") | described)
     return _FORWARD[implementation](q, inputs, is_first)

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from gdn_jax.kernels.agreement import Described
+
 L2_EPS = 1e-6  # added to the sum of squares; fixed by the architecture, not rms_norm_eps
 
 
@@ -26,6 +28,14 @@ class DeltaInputs:
     v: Float[Array, "*tokens Nv dv"]
     g: Float[Array, "*tokens Nv"]
     beta: Float[Array, "*tokens Nv"]
+
+    def described(self, name: str, tokens: str) -> dict[str, Described]:
+        """Return every field with its dimensions, for `agreement.py`, by the name of the object and those of tokens."""
+        fields = {"k": ("Nk dk", ""), "v": ("Nv dv", ""), "g": ("Nv", "float32"), "beta": ("Nv", "float32")}
+        return {
+            f"{name}.{field}": Described(getattr(self, field), f"{tokens} {dimensions}", dtype)
+            for field, (dimensions, dtype) in fields.items()
+        }
 
 
 def l2_normalize(x: Float[Array, "*tokens heads width"], scale: float = 1.0) -> Float[Array, "*tokens heads width"]:

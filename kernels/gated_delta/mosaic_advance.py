@@ -65,11 +65,11 @@ def gdn_advance(
     out = plgpu.kernel(
         _make_body(num_heads // num_key),
         kernel_name="gdn_advance",
-        out_type=jax.ShapeDtypeStruct((num_rows, num_new, num_heads, value_dim), q.dtype),
+        out_type=jax.ShapeDtypeStruct((num_rows, num_new, num_heads, value_dim), new.v.dtype),
         scratch_types={
             "tile": plgpu.SMEM((tiles.value_rows, key_dim), pool.dtype, transforms=swizzled(pool.dtype)),
             "loaded": plgpu.Barrier(),
-            "outputs": plgpu.SMEM((num_new, tiles.value_rows), q.dtype),
+            "outputs": plgpu.SMEM((num_new, tiles.value_rows), new.v.dtype),
             "folding": staged(num_replay),
             "running": staged(num_new) | asked,
         },

@@ -9,6 +9,7 @@ It is one operation so that it may be few launches: `reference.py` calls the sin
 
 from jaxtyping import Array, Float, Int
 
+from gdn_jax.kernels.agreement import Described, check_agreement
 from gdn_jax.kernels.anchors import AdvanceRows, PrefillRows
 from gdn_jax.kernels.dispatch import Implementation, imported_when_called, on_tensor_cores
 from gdn_jax.kernels.gdn_mixer import plain, reference
@@ -52,7 +53,12 @@ def gdn_mixer_prefill(
 
     Returns:
         Outputs in the dtype of the tokens, anything for a token that no row owns; the state.
+
+    Raises:
+        ValueError: sizes or dtypes do not agree.
+        UnsupportedKernelError: the Mosaic kernels cannot run these sizes or dtypes.
     """
+    _check(tokens, weights, state, {"tokens.packed": Described(tokens.packed, "T W")} | rows.described())
     return _PREFILL[implementation](tokens, weights, rows, state, eps=eps)
 
 
@@ -79,5 +85,31 @@ def gdn_mixer_advance(
 
     Returns:
         Outputs in the dtype of the tokens, anything for a token that is not new; the state.
+
+    Raises:
+        ValueError: sizes or dtypes do not agree.
+        UnsupportedKernelError: the Mosaic kernels cannot run these sizes or dtypes.
     """
+    described = {"tokens.packed": Described(tokens.packed, "rows T W"), "lane": Described(lane, "rows", "int32")}
+    _check(tokens, weights, state, described | rows.described())
     return _ADVANCE[implementation](tokens, weights, rows, lane, state, eps=eps)
+
+
+def _check(tokens: MixerTokens, weights: MixerWeights, state: RecurrentState, described: dict[str, Described]) -> None:
+    """Raise ValueError unless sizes and dtypes agree; `described`: arrays beside weights and state."""
+    sizes = {"C": tokens.num_channels, "Nv": tokens.num_heads, "dv": tokens.width}
+    check_agreement(
+        described | weights.described() | state.described(), {name: (size, "tokens") for name, size in sizes.items()}
+    )
+    num_key, key_dim = state.replay.delta.k.shape[2:]
+    channels = 2 * num_key * key_dim + tokens.num_heads * tokens.width
+    if tokens.num_channels != channels:
+        raise ValueError(f"tokens.raw must have 2 Nk dk + Nv dv = {channels} channels; got {tokens.num_channels}")
+    if tokens.packed.shape[-1] < tokens.first_b + 2 * tokens.num_heads:
+        raise ValueError(
+            f"tokens.packed must have room for raw, z, b and a, {tokens.first_b + 2 * tokens.num_heads} columns; "
+            f"got {tokens.packed.shape[-1]}"
+        )
+    num_taps, num_kept = weights.taps.shape[0], state.conv.shape[1]
+    if num_kept != num_taps - 1:
+        raise ValueError(f"state.conv must hold one input less than there are taps, {num_taps - 1}; got {num_kept}")

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from gdn_jax.kernels.agreement import Described
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
@@ -86,3 +88,8 @@ class MixerWeights:
     a_log: Float[Array, "Nv"]
     dt_bias: Float[Array, "Nv"]
     norm: Float[Array, "dv"]
+
+    def described(self) -> dict[str, Described]:
+        """Return every field with its dimensions, for `agreement.py`."""
+        dimensions = {"taps": "K C", "a_log": "Nv", "dt_bias": "Nv", "norm": "dv"}
+        return {f"weights.{name}": Described(getattr(self, name), of) for name, of in dimensions.items()}

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import jax
 from jaxtyping import Array, Float
 
+from gdn_jax.kernels.agreement import Described
 from gdn_jax.kernels.gated_delta import DeltaInputs
 
 
@@ -25,3 +26,11 @@ class RecurrentState:
     recurrent: Float[Array, "slots Nv dv dk"]
     conv: Float[Array, "slots K1 C"]
     replay: ReplayWindow
+
+    def described(self) -> dict[str, Described]:
+        """Return every array with its dimensions, for `agreement.py`."""
+        return self.replay.delta.described("state.replay.delta", "lanes R") | {
+            "state.replay.conv": Described(self.replay.conv, "lanes R C"),
+            "state.conv": Described(self.conv, "slots K1 C"),
+            "state.recurrent": Described(self.recurrent, "slots Nv dv dk"),
+        }

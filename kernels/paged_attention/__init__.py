@@ -10,6 +10,7 @@ padding may name it, nothing is stored there, and nothing reads it. Token p of a
 
 from jaxtyping import Array, Float, Int
 
+from gdn_jax.kernels.agreement import Described, check_agreement
 from gdn_jax.kernels.anchors import AdvanceRows, PrefillRows
 from gdn_jax.kernels.dispatch import Implementation, on_tensor_cores
 from gdn_jax.kernels.paged_attention import plain, reference
@@ -59,6 +60,7 @@ def paged_attention_prefill(
     Returns:
         Outputs in q's dtype (softmax in float32), zeros for tokens that no row owns and for queries with no key.
     """
+    check_agreement(_described(q, "T", k_pages, v_pages, block_tables) | rows.described())
     return _PREFILL[implementation](q, k_pages, v_pages, block_tables, rows, first_key)
 
 
@@ -77,4 +79,16 @@ def paged_attention_advance(
     Returns:
         Outputs in q's dtype, zeros past `num_new` and for queries with no key.
     """
+    check_agreement(_described(q, "rows T", k_pages, v_pages, block_tables) | rows.described())
     return _ADVANCE[implementation](q, k_pages, v_pages, block_tables, rows, first_key)
+
+
+def _described(q: Array, tokens: str, k_pages: Array, v_pages: Array, block_tables: Array) -> dict[str, Described]:
+    """Return arrays with their dimensions, those of the tokens as given."""
+    pages = "pages block Hkv D"
+    return {
+        "q": Described(q, f"{tokens} Hq D"),
+        "k_pages": Described(k_pages, pages),
+        "v_pages": Described(v_pages, pages),
+        "block_tables": Described(block_tables, "rows blocks", "int32"),
+    }

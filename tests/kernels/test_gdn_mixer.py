@@ -16,7 +16,14 @@ from mosaic_runs import ON_GPU, assert_no_barrier_is_missing, run_mosaic
 from gdn_jax.kernels.anchors import AdvanceRows
 from gdn_jax.kernels.dispatch import Implementation, UnsupportedKernelError
 from gdn_jax.kernels.gated_delta import DeltaInputs
-from gdn_jax.kernels.gdn_mixer import MixerTokens, MixerWeights, RecurrentState, ReplayWindow, gdn_mixer_advance
+from gdn_jax.kernels.gdn_mixer import (
+    MixerTokens,
+    MixerWeights,
+    RecurrentState,
+    ReplayWindow,
+    gdn_mixer_advance,
+    mosaic_advance,
+)
 
 FLOAT32 = 1e-5
 LANES, SLOTS = 5, 16
@@ -173,4 +180,29 @@ def test_widths_that_differ_are_refused_by_the_mosaic_mixer() -> None:
     args = draw(SAVES, heads=(1, 1, 64))
     state = replace(args[4], recurrent=jnp.zeros((SLOTS, 1, 128, 64)))
     with pytest.raises(UnsupportedKernelError, match="of one width for the Mosaic mixer; got 64 and 128"):
-        gdn_mixer_advance(*args[:4], state, eps=1e-6, implementation=Implementation.MOSAIC)
+        mosaic_advance.gdn_mixer_advance(*args[:4], state, eps=1e-6)
+
+
+@FAST
+def test_arrays_that_do_not_agree_are_refused(implementation: Implementation) -> None:
+    tokens, weights, rows, lane, state = draw(SAVES, heads=(1, 2, 64))
+    few_heads = replace(state, recurrent=state.recurrent[:, :1])
+    few_taps = replace(weights, taps=weights.taps[1:])
+    few_channels = replace(tokens, num_channels=192)
+    narrow = replace(tokens, packed=tokens.packed[..., :384])
+    with pytest.raises(
+        ValueError, match=r"state.recurrent must be \[slots, Nv, dv, dk\] with Nv = 2 as in tokens; got"
+    ):
+        run(implementation, tokens, weights, rows, lane, few_heads)
+    with pytest.raises(ValueError, match="one input less than there are taps, 2; got 3"):
+        run(implementation, tokens, few_taps, rows, lane, state)
+    with pytest.raises(ValueError, match=r"weights.taps must be \[K, C\] with C = 192 as in tokens; got \[4, 256\]"):
+        run(implementation, few_channels, weights, rows, lane, state)
+    with pytest.raises(ValueError, match="room for raw, z, b and a, 388 columns; got 384"):
+        run(implementation, narrow, weights, rows, lane, state)
+    with pytest.raises(ValueError, match="lane must be int32; got int16; cast it"):
+        run(implementation, tokens, weights, rows, lane.astype(jnp.int16), state)
+
+
+def run(implementation: Implementation, *args) -> None:
+    gdn_mixer_advance(*args, eps=1e-6, implementation=implementation)
