@@ -23,10 +23,11 @@ import jax
 import numpy as np
 import tyro
 
-from benchmarks.kernels.device_time import copy_bandwidth, copy_row
+from benchmarks.kernels.device_time import check_kernels, copy_bandwidth, copy_row
 from benchmarks.results_file import ResultRow, write_results
 from benchmarks.trace_parts import idle_seconds, parts_of, read_events
 from gdn_jax.config import ModelConfig
+from gdn_jax.errors import ConfigError
 from gdn_jax.joined import join_projections
 from gdn_jax.kernels.anchors import NULL_SLOT, AdvanceRows, PrefillRows
 from gdn_jax.kernels.dispatch import Implementation
@@ -82,9 +83,9 @@ class Options:
 class Model:
     """A model with random weights, without its MTP head, which nothing here runs."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, config: ModelConfig) -> None:
         """Make the weights on the device."""
-        self.config = replace(ModelConfig.from_folder(options.model), num_mtp_layers=0)
+        self.config = replace(config, num_mtp_layers=0)
         self.dtype = resolve_dtype(options.dtype, self.config)
         self.name = f"model/{options.model.name}"
         model = dummy_weights(
@@ -243,10 +244,15 @@ def main() -> None:
     """Run the benchmark and write its results."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     options = tyro.cli(Options, description=__doc__)
+    check_kernels(options.kernels, "--kernels")
     if options.profile is not None and jax.default_backend() != "gpu":
         raise SystemExit(f"--profile needs a GPU; the device here is {jax.devices()[0].device_kind}")
+    try:
+        config = ModelConfig.from_folder(options.model)
+    except ConfigError as error:
+        raise SystemExit(f"--model: {error}") from None
     bandwidth = copy_bandwidth()
-    model = Model(options)
+    model = Model(options, config)
     rows = [copy_row(bandwidth)]
     for batch in options.batches:
         case = f"{model.name}/decode/B{batch}/ctx{options.context}"

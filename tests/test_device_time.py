@@ -9,6 +9,8 @@ from benchmarks.kernels.device_time import (
     TimedCalls,
     Times,
     all_kept,
+    check_kernels,
+    check_request,
     relative_error,
     time_all_kept,
     time_calls,
@@ -63,3 +65,17 @@ def test_times_become_rows_in_microseconds() -> None:
 def test_an_error_is_relative_to_the_largest_value() -> None:
     assert relative_error(np.array([1.0, -4.0]), np.array([1.5, -4.0])) == pytest.approx(0.125)
     assert np.isnan(relative_error(np.array([np.nan, 1.0]), np.array([1.0, 1.0])))
+
+
+def test_what_cannot_be_run_is_refused_before_anything_is_measured() -> None:
+    check_request("suite", ["one"], {"one": 1, "two": 2}, "jax")
+    with pytest.raises(SystemExit, match=r"must name cases of suite; got \['three'\]; there are one, two"):
+        check_request("suite", ["one", "three"], ["one", "two"], "jax")
+    with pytest.raises(SystemExit, match="must name one case of suite or more; there are one"):
+        check_request("suite", [], ["one"], "jax")
+    check_kernels("jax", "--kernels")
+    if jax.default_backend() == "cpu":
+        with pytest.raises(
+            SystemExit, match=r"--kernels mosaic needs a GPU of compute capability 9\.0.*ask for --kernels jax"
+        ):
+            check_kernels("mosaic", "--kernels")

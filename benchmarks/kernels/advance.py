@@ -23,6 +23,7 @@ from jax import lax
 
 from benchmarks.kernels.device_time import (
     Times,
+    check_request,
     copy_bandwidth,
     copy_row,
     random_keys,
@@ -40,6 +41,7 @@ from gdn_jax.kernels.gated_delta import gdn_advance
 from gdn_jax.kernels.gated_delta.cases import ADVANCE_BENCHMARKS, CASES, AdvanceArguments, AdvanceCase
 from gdn_jax.kernels.gated_delta.inputs import DeltaInputs
 
+_SUITE = "kernels-advance"
 _LOG = logging.getLogger(__name__)
 _CHECKED_ROWS = 4
 _LEAST_POOL_BYTES = 256 << 20  # several times the second-level cache of a Hopper GPU
@@ -235,6 +237,8 @@ def main() -> None:
     """Run the benchmark and write its results."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     options = tyro.cli(Options, description=__doc__)
+    known = {case.name: case for case in CASES.values() if isinstance(case, AdvanceCase)}
+    check_request(_SUITE, options.cases, known, options.implementation)
     bandwidth = copy_bandwidth()
     rows = [copy_row(bandwidth)]
     empty = None
@@ -242,9 +246,8 @@ def main() -> None:
         nothing = time_nothing(options.repeats)
         rows += time_rows("empty", "mosaic", None, nothing)
         empty = nothing.median
-    known = {case.name: case for case in CASES.values() if isinstance(case, AdvanceCase)}
     timed = partial(benchmark, options=options, bandwidth=bandwidth, empty=empty)
-    run_cases("kernels-advance", options.output, options.cases, known, timed, rows)
+    run_cases(_SUITE, options.output, options.cases, known, timed, rows)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import numpy as np
 import tyro
 
 from benchmarks.kernels.device_time import (
+    check_request,
     copy_bandwidth,
     copy_row,
     random_keys,
@@ -33,6 +34,7 @@ from gdn_jax.kernels.dispatch import Implementation
 from gdn_jax.kernels.numerics import CHUNK
 from gdn_jax.kernels.paged_attention import paged_attention_advance
 
+_SUITE = "kernels-attention"
 _DTYPE = jnp.dtype("bfloat16")
 _TOLERANCE = 2.0**-6  # weights and outputs are rounded to 8 bits, and the two versions sum in another order
 _CHECKED_KEYS = 1 << 14  # of all checked rows together
@@ -161,10 +163,11 @@ def main() -> None:
     """Run the benchmark and write its results."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     options = tyro.cli(Options, description=__doc__)
+    check_request(_SUITE, options.cases, CASES, options.implementation)
     bandwidth = copy_bandwidth()
     rows = [copy_row(bandwidth)]
     timed = partial(benchmark, options=options, bandwidth=bandwidth)
-    run_cases("kernels-attention", options.output, options.cases, CASES, timed, rows)
+    run_cases(_SUITE, options.output, options.cases, CASES, timed, rows)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import numpy as np
 from jax import lax
 
 from benchmarks.results_file import ResultRow, write_results
+from gdn_jax.kernels.dispatch import HOPPER, Implementation
 
 _LOG = logging.getLogger(__name__)
 _LEAST_SECONDS = 0.05  # of one timed run
@@ -174,6 +175,36 @@ def time_rows(case: str, implementation: str, error: float | None, times: Times)
     ]
 
 
+def check_request(suite: str, names: Sequence[str], known: Iterable[str], implementation: str) -> None:
+    """Refuse, before anything is measured, what cannot be run.
+
+    Args:
+        suite: the suite's name.
+        names: of the cases that are asked for.
+        known: names of every case.
+        implementation: which kernels.
+
+    Raises:
+        SystemExit: a name is not known, there is none, or the device cannot run the kernels.
+    """
+    known = list(known)
+    if unknown := sorted(set(names) - set(known)):
+        raise SystemExit(f"--cases must name cases of {suite}; got {unknown}; there are {', '.join(known)}")
+    if not names:
+        raise SystemExit(f"--cases must name one case of {suite} or more; there are {', '.join(known)}")
+    check_kernels(implementation, "--implementation")
+
+
+def check_kernels(implementation: str, flag: str) -> None:
+    """Raise SystemExit if the device cannot run kernels that a flag asks for."""
+    device = jax.devices()[0]
+    if implementation == Implementation.MOSAIC and getattr(device, "compute_capability", "") != HOPPER:
+        raise SystemExit(
+            f"{flag} mosaic needs a GPU of compute capability {HOPPER} (Hopper); the device here is "
+            f"{device.device_kind}; ask for {flag} jax"
+        )
+
+
 def run_cases[Case](
     suite: str,
     output: Path,
@@ -191,12 +222,7 @@ def run_cases[Case](
         known: every case by name.
         benchmark: checks and times a case.
         rows: what was measured before.
-
-    Raises:
-        SystemExit: a name is not known; the message lists those that are.
     """
-    if unknown := set(names) - set(known):
-        raise SystemExit(f"--cases must name cases of {suite}; got {sorted(unknown)}; there are {', '.join(known)}")
     measured = list(rows)
     for name in names:
         for row in benchmark(known[name]):

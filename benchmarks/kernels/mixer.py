@@ -18,13 +18,22 @@ import jax.numpy as jnp
 import tyro
 
 from benchmarks.kernels import advance
-from benchmarks.kernels.device_time import Times, random_keys, relative_error, run_cases, time_all_kept, time_rows
+from benchmarks.kernels.device_time import (
+    Times,
+    check_request,
+    random_keys,
+    relative_error,
+    run_cases,
+    time_all_kept,
+    time_rows,
+)
 from benchmarks.results_file import ResultRow
 from gdn_jax.kernels.anchors import AdvanceRows
 from gdn_jax.kernels.dispatch import Implementation
 from gdn_jax.kernels.gated_delta.cases import ADVANCE_BENCHMARKS, AdvanceCase
 from gdn_jax.kernels.gdn_mixer import MixerTokens, MixerWeights, RecurrentState, ReplayWindow, gdn_mixer_advance
 
+_SUITE = "kernels-mixer"
 _TAPS, _EPS = 4, 1e-6
 _TOLERANCE = 2.0**-6  # outputs are rounded to 8 bits, of inputs that were rounded to 8 bits
 
@@ -141,7 +150,8 @@ def main() -> None:
     """Run the benchmark and write its results."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     options = tyro.cli(Options, description=__doc__)
-    run_cases("kernels-mixer", options.output, options.cases, _CASES, partial(benchmark, options=options))
+    check_request(_SUITE, options.cases, _CASES, options.implementation)
+    run_cases(_SUITE, options.output, options.cases, _CASES, partial(benchmark, options=options))
 
 
 if __name__ == "__main__":

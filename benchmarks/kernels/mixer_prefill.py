@@ -19,6 +19,7 @@ import tyro
 
 from benchmarks.kernels.device_time import (
     Times,
+    check_request,
     copy_bandwidth,
     copy_row,
     random_keys,
@@ -39,6 +40,7 @@ from gdn_jax.kernels.gdn_mixer.mosaic_prefill_inputs import Laid, prefill_inputs
 from gdn_jax.kernels.gdn_mixer.mosaic_prefill_norm import norm_from_grid
 from gdn_jax.kernels.gdn_mixer.tiles import MixerTiles, mixer_tiles
 
+_SUITE = "kernels-mixer-prefill"
 _TAPS, _EPS = 4, 1e-6
 _TOLERANCE = 2.0**-5  # of outputs that are rounded to 8 bits, of inputs and operands that are
 _LEAST_BYTES = 256 << 20  # of all calls' tokens: several times the second-level cache of a Hopper GPU
@@ -218,10 +220,11 @@ def main() -> None:
     """Run the benchmark and write its results."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     options = tyro.cli(Options, description=__doc__)
+    check_request(_SUITE, options.cases, _CASES, options.implementation)
     bandwidth = copy_bandwidth()
     rows = [copy_row(bandwidth)]
     timed = partial(benchmark, options=options, bandwidth=bandwidth)
-    run_cases("kernels-mixer-prefill", options.output, options.cases, _CASES, timed, rows)
+    run_cases(_SUITE, options.output, options.cases, _CASES, timed, rows)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from jax import lax
 from benchmarks.kernels.device_time import (
     TimedCalls,
     Times,
+    check_request,
     copy_bandwidth,
     copy_row,
     empty,
@@ -47,6 +48,7 @@ from gdn_jax.kernels.gated_delta.mosaic_prefill import gates_on_grid, gdn_prefil
 from gdn_jax.kernels.gated_delta.tiles import PrefillTiles, prefill_tiles
 from gdn_jax.kernels.numerics import CHUNK
 
+_SUITE = "kernels-prefill"
 _LOG = logging.getLogger(__name__)
 _CHECKED_HEADS = 2
 _LEAST_BYTES = 256 << 20  # of all calls' tokens: several times the second-level cache of a Hopper GPU
@@ -349,11 +351,12 @@ def main() -> None:
     """Run the benchmark and write its results."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     options = tyro.cli(Options, description=__doc__)
+    known = {case.name: case for case in CASES.values() if isinstance(case, PrefillCase)}
+    check_request(_SUITE, options.cases, known, options.implementation)
     bandwidth, rate = copy_bandwidth(), matmul_rate()
     rows = [copy_row(bandwidth), matmul_row(rate)]
-    known = {case.name: case for case in CASES.values() if isinstance(case, PrefillCase)}
     timed = partial(benchmark, options=options, bandwidth=bandwidth, rate=rate)
-    run_cases("kernels-prefill", options.output, options.cases, known, timed, rows)
+    run_cases(_SUITE, options.output, options.cases, known, timed, rows)
 
 
 if __name__ == "__main__":

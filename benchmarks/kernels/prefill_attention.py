@@ -22,6 +22,7 @@ import tyro
 
 from benchmarks.kernels.device_time import (
     Times,
+    check_request,
     matmul_rate,
     matmul_row,
     random_keys,
@@ -36,6 +37,7 @@ from gdn_jax.kernels.dispatch import Implementation
 from gdn_jax.kernels.numerics import CHUNK, einsum
 from gdn_jax.kernels.paged_attention import paged_attention_prefill
 
+_SUITE = "kernels-prefill-attention"
 _LOG = logging.getLogger(__name__)
 _DTYPE = jnp.dtype("bfloat16")
 _TOLERANCE = 2.0**-6  # weights and outputs are rounded to 8 bits, and the two versions sum in another order
@@ -236,10 +238,11 @@ def main() -> None:
     """Run the benchmark and write its results."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     options = tyro.cli(Options, description=__doc__)
+    check_request(_SUITE, options.cases, CASES, options.implementation)
     rate = matmul_rate()
     rows = [matmul_row(rate)]
     timed = partial(benchmark, options=options, rate=rate)
-    run_cases("kernels-prefill-attention", options.output, options.cases, CASES, timed, rows)
+    run_cases(_SUITE, options.output, options.cases, CASES, timed, rows)
 
 
 if __name__ == "__main__":

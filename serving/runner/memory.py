@@ -129,13 +129,14 @@ class MemoryPlan:
     def lines(self) -> list[str]:
         """Describe the split for people."""
         blocks = (self.num_blocks - 1) * self.block_size
+        checkpoints = ", the rest are checkpoints" if self.num_slots - 1 > self.max_num_seqs else ""
         return [
             f"weights {describe_bytes(self.weight_bytes)}, activations up to {describe_bytes(self.activation_bytes)}",
             f"KV: {self.num_blocks - 1} blocks of {self.block_size} tokens ({blocks} tokens), "
             f"{describe_bytes(self.block_bytes)} each, {describe_bytes(self.num_blocks * self.block_bytes)} in all",
             f"states: {self.num_slots - 1} slots, {describe_bytes(self.slot_bytes)} each, "
-            f"{describe_bytes(self.num_slots * self.slot_bytes)} in all; {self.max_num_seqs} may run, "
-            "the rest are checkpoints",
+            f"{describe_bytes(self.num_slots * self.slot_bytes)} in all; {self.max_num_seqs} may run"
+            f"{checkpoints}",
             f"replay windows and token counts: {describe_bytes(self.lane_bytes)} for each of {self.max_num_seqs} lanes",
             f"{self.num_longest} sequences of {self.max_model_len} tokens fit at once",
         ]
