@@ -1,6 +1,7 @@
 """The benchmark of decode attention has no time for a kernel that is wrong, in any of the rows that it would time."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import jax
 import pytest
@@ -30,3 +31,15 @@ def test_the_right_kernel_passes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_kernel_that_is_wrong_with_as_many_rows_as_are_timed_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit, match="attention must be right within"):
         check(monkeypatch, wrong_with_as_many_rows_as_are_timed)
+
+
+def test_calls_read_pages_of_their_own_until_no_cache_holds_them_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = replace(CASE, num_rows=3)
+    monkeypatch.setattr(benchmark, "_LEAST_BYTES", 3 * case.kv_bytes - 1)
+    (_, k_pages, _), sets = benchmark.draw(case)
+    pages = [set(tables.ravel().tolist()) for tables, _ in sets]
+    assert len(sets) == 3
+    assert all(len(own) == 3 * 2 for own in pages)
+    assert set.union(*pages) == set(range(1, k_pages.shape[0])), "every page but the null one, each in one set"
+    monkeypatch.setattr(benchmark, "_LEAST_BYTES", case.kv_bytes)
+    assert case.num_sets == 1

@@ -3,7 +3,8 @@
     python -m benchmarks.kernels.attention
 
 Every case is checked first, some of its rows against the reference; a case whose check fails has no time. Pages
-of a row lie in random order, the same ones for all calls. The outputs of a call are the queries of the next one.
+of a row lie in random order. Each call of the loop's body has pages of its own, so many that no cache holds those of
+all, as in a model, whose other layers come between. The outputs of a call are the queries of the next one.
 """
 
 import logging
@@ -38,7 +39,8 @@ _SUITE = "kernels-attention"
 _DTYPE = jnp.dtype("bfloat16")
 _TOLERANCE = 2.0**-6  # weights and outputs are rounded to 8 bits, and the two versions sum in another order
 _CHECKED_KEYS = 1 << 14  # of all checked rows together
-_CALLS = 4  # in the loop's body
+_LEAST_BYTES = 256 << 20  # of all calls' pages: several times the second-level cache of a Hopper GPU
+_LEAST_CALLS, _MOST_CALLS = 4, 64  # in the loop's body
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +71,17 @@ class Case:
     @property
     def moved_bytes(self) -> int:
         """The least bytes that a call moves: keys and values once, queries and outputs once."""
-        pages = 2 * self.context * self.kv_heads * self.width
-        return self.num_rows * (pages + 2 * self.window * self.query_heads * self.width) * _DTYPE.itemsize
+        return self.kv_bytes + 2 * self.num_rows * self.window * self.query_heads * self.width * _DTYPE.itemsize
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the keys and values that a call reads."""
+        return 2 * self.num_rows * self.context * self.kv_heads * self.width * _DTYPE.itemsize
+
+    @property
+    def num_sets(self) -> int:
+        """Sets of pages: one for each call of the loop's body, or one for all if no cache holds it."""
+        return 1 if self.kv_bytes >= _LEAST_BYTES else min(_MOST_CALLS, -(-_LEAST_BYTES // self.kv_bytes))
 
 
 _SHAPES = ((1, 1024), (64, 1024), (64, 8192), (1, 8192), (1, 131072))  # rows, keys of each
@@ -98,15 +109,16 @@ class Options:
 
 
 _Carry = tuple[jax.Array, jax.Array, jax.Array]  # queries, pages of keys, pages of values
-Arguments = tuple[jax.Array, jax.Array, jax.Array, jax.Array, AdvanceRows]
+_Held = tuple[jax.Array, AdvanceRows]  # block tables and rows of one call
 
 
 @partial(jax.jit, static_argnums=0)
-def draw(case: Case) -> Arguments:
-    """Draw queries, pages of keys and of values, block tables and rows, on the device."""
+def draw(case: Case) -> tuple[_Carry, list[_Held]]:
+    """Draw queries and all pages of keys and of values on the device, and what each set of pages is read with."""
     keys = random_keys(0, 3)
     blocks = -(-case.context // CHUNK)
-    order = np.random.RandomState(0).permutation(case.num_rows * blocks).reshape(case.num_rows, blocks)
+    num_pages = case.num_sets * case.num_rows * blocks
+    order = np.random.RandomState(0).permutation(num_pages).reshape(case.num_sets, case.num_rows, blocks)
     counts = jnp.full((case.num_rows,), case.window, jnp.int32)
     nothing = jnp.zeros_like(counts)
     rows = AdvanceRows(
@@ -119,9 +131,9 @@ def draw(case: Case) -> Arguments:
         num_new=counts,
     )
     queries = jax.random.normal(next(keys), (case.num_rows, case.window, case.query_heads, case.width), _DTYPE)
-    shape = (1 + case.num_rows * blocks, CHUNK, case.kv_heads, case.width)
+    shape = (1 + num_pages, CHUNK, case.kv_heads, case.width)
     k_pages, v_pages = (jax.random.normal(key, shape, _DTYPE) for key in keys)
-    return queries, k_pages, v_pages, jnp.asarray(1 + order, jnp.int32), rows
+    return (queries, k_pages, v_pages), [(jnp.asarray(1 + tables, jnp.int32), rows) for tables in order]
 
 
 def check(case: Case, implementation: Implementation) -> float:
@@ -130,7 +142,7 @@ def check(case: Case, implementation: Implementation) -> float:
     Raises:
         SystemExit: it is above the tolerance, so that no time would mean anything.
     """
-    queries, k_pages, v_pages, tables, rows = draw(case)
+    (queries, k_pages, v_pages), (*_, (tables, rows)) = draw(case)
     attend = jax.jit(paged_attention_advance, static_argnames="implementation")
     # All rows run: how kernels split a row follows from how many there are, too.
     got = attend(queries, k_pages, v_pages, tables, rows, implementation=implementation)
@@ -148,12 +160,13 @@ def benchmark(case: Case, *, options: Options, bandwidth: float) -> Iterator[Res
     """Check, then time, one case of decode or verify."""
     implementation = Implementation(options.implementation)
     error = check(case, implementation)
-    queries, k_pages, v_pages, tables, rows = draw(case)
+    carry, sets = draw(case)
 
-    def call(carry: _Carry, held: tuple[jax.Array, AdvanceRows]) -> _Carry:
+    def call(carry: _Carry, held: _Held) -> _Carry:
         return (paged_attention_advance(*carry, *held, implementation=implementation), *carry[1:])
 
-    times = time_calls(call, (queries, k_pages, v_pages), [(tables, rows)] * _CALLS, repeats=options.repeats)
+    held = [sets[index % len(sets)] for index in range(max(_LEAST_CALLS, len(sets)))]
+    times = time_calls(call, carry, held, repeats=options.repeats)
     row = partial(ResultRow, case=case.name, implementation=options.implementation, error=error)
     yield from time_rows(case.name, options.implementation, error, times)
     yield row(metric="share of copy", value=case.moved_bytes / times.median / bandwidth, unit="ratio")
