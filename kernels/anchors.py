@@ -57,8 +57,8 @@ class PrefillRows:
 
     def described(self) -> dict[str, Described]:
         """Return every field with its dimensions, for `agreement.py`."""
-        fields = {f"rows.{name}": Described(array, "rows", "int32") for name, array in vars(self).items()}
-        return fields | {"rows.export_slot": Described(self.export_slot, "rows boundaries", "int32")}
+        dimensions = dict.fromkeys(vars(self), "rows") | {"export_slot": "rows boundaries"}
+        return {f"rows.{name}": Described(vars(self)[name], of, dtype="int32") for name, of in dimensions.items()}
 
     def row_of(self, num_tokens: int) -> tuple[Int[Array, "T"], Bool[Array, "T"]]:
         """Return each packed token's row, and whether any row owns it (the row of an unowned token is in range)."""
@@ -114,7 +114,7 @@ class AdvanceRows:
 
     def described(self) -> dict[str, Described]:
         """Return every field with its dimensions, for `agreement.py`."""
-        return {f"rows.{name}": Described(array, "rows", "int32") for name, array in vars(self).items()}
+        return {f"rows.{name}": Described(array, "rows", dtype="int32") for name, array in vars(self).items()}
 
     def saves(self) -> Bool[Array, "rows"]:
         """Return which rows store a state at `save_slot` in this call."""

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 KERNEL_CHOICES = ("auto", "reference", "jax", "mosaic")
-HOPPER = "9.0"  # compute capability of the GPUs that the Pallas kernels are for
+_HOPPER = "9.0"
 
 
 class UnsupportedKernelError(ValueError):
@@ -64,7 +64,7 @@ def choose_kernels_for(
     """Choose as `choose_kernels` does, for a device by its kind; only NVIDIA GPUs have a compute capability."""
     if requested not in KERNEL_CHOICES:
         raise UnsupportedKernelError(f"kernels must be one of {', '.join(KERNEL_CHOICES)}; got {requested!r}")
-    is_hopper = compute_capability == HOPPER
+    is_hopper = compute_capability == _HOPPER
     if requested == "auto":
         if not is_hopper:
             return KernelChoice(implementation=Implementation.JAX, reason=f"plain JAX runs on {device_kind}")
@@ -77,7 +77,7 @@ def choose_kernels_for(
     if requested == Implementation.MOSAIC:
         if not is_hopper:
             raise UnsupportedKernelError(
-                f"kernels='mosaic' needs a GPU of compute capability {HOPPER} (Hopper); {device_kind} has "
+                f"kernels='mosaic' needs a GPU of compute capability {_HOPPER} (Hopper); {device_kind} has "
                 f"{compute_capability}; ask for kernels='auto'"
             )
         check()

@@ -4,11 +4,12 @@ A *thread* of Pallas' Mosaic GPU is a warpgroup: 4 warps of 32 lanes. Without a 
 under `plgpu.force_gpu_interpret_mode`; those that multiply out of registers, which the interpreter cannot, take an
 argument for it.
 
-Mosaic puts a barrier before and after each store of a vector. The kernels of the delta rule and of its mixer ask it not
-to (`unsafe_no_auto_barriers`), and call `all_arrive` wherever a thread of CUDA reads what another one stores, or stores
-what another one may not have read yet; waits for copies are barriers too. The interpreter runs a warpgroup as one
-thread, so that a barrier that is missing shows on a GPU alone, where tests compare with Mosaic's own. Scalars have no
-barrier in any kernel: each of 128 threads loads and stores them on its own.
+Mosaic puts a barrier before and after each store of a vector, and before each copy to shared memory. The kernels of the
+delta rule and of its mixer ask it not to (`unsafe_no_auto_barriers`), and call `all_arrive` wherever a thread of CUDA
+reads what another one stores, or stores what another one may not have read yet. `wait_smem_to_gmem` is a barrier too;
+`barrier_wait` is none, since each thread waits by itself. The interpreter runs a warpgroup as one thread, so that a
+barrier that is missing shows on a GPU alone, where tests compare with Mosaic's own. Scalars have no barrier in any
+kernel: each of 128 threads loads and stores them on its own.
 """
 
 from collections.abc import Sequence

@@ -2,9 +2,10 @@
 
     python -m benchmarks.kernels.attention
 
-Every case is checked first, some of its rows against the reference; a case whose check fails has no time. Pages
-of a row lie in random order. Each call of the loop's body has pages of its own, so many that no cache holds those of
-all, as in a model, whose other layers come between. The outputs of a call are the queries of the next one.
+Every case is checked first, some of its rows against the reference; a case whose check fails has no time. Pages of a
+row lie in random order. Where a cache could hold what one call reads, each call of the loop's body has pages of its
+own, so many that no cache holds those of all, as in a model, whose other layers come between. The outputs of a call are
+the queries of the next one.
 """
 
 import logging

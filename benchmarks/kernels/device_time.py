@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 
 from benchmarks.results_file import ResultRow, write_results
-from gdn_jax.kernels.dispatch import HOPPER, Implementation
+from gdn_jax.kernels.dispatch import UnsupportedKernelError, choose_kernels
 
 _LOG = logging.getLogger(__name__)
 _LEAST_SECONDS = 0.05  # of one timed run
@@ -191,18 +191,16 @@ def check_request(suite: str, names: Sequence[str], known: Iterable[str], implem
     if unknown := sorted(set(names) - set(known)):
         raise SystemExit(f"--cases must name cases of {suite}; got {unknown}; there are {', '.join(known)}")
     if not names:
-        raise SystemExit(f"--cases must name one case of {suite} or more; there are {', '.join(known)}")
+        raise SystemExit(f"--cases must name at least one case of {suite}; there are {', '.join(known)}")
     check_kernels(implementation, "--implementation")
 
 
 def check_kernels(implementation: str, flag: str) -> None:
     """Raise SystemExit if the device cannot run kernels that a flag asks for."""
-    device = jax.devices()[0]
-    if implementation == Implementation.MOSAIC and getattr(device, "compute_capability", "") != HOPPER:
-        raise SystemExit(
-            f"{flag} mosaic needs a GPU of compute capability {HOPPER} (Hopper); the device here is "
-            f"{device.device_kind}; ask for {flag} jax"
-        )
+    try:
+        choose_kernels(implementation)
+    except UnsupportedKernelError as error:
+        raise SystemExit(f"{flag}: {error}, or {flag} jax here") from None
 
 
 def run_cases[Case](
@@ -218,7 +216,7 @@ def run_cases[Case](
     Args:
         suite: the suite's name in its file.
         output: the file.
-        names: of the cases to run.
+        names: of the cases to run, all of them known (`check_request`).
         known: every case by name.
         benchmark: checks and times a case.
         rows: what was measured before.

@@ -15,7 +15,7 @@ from functools import partial
 import jax
 from jaxtyping import Array, Bool, Float
 
-from gdn_jax.kernels.agreement import Described, check_agreement
+from gdn_jax.kernels.agreement import Described, check_agreement, check_groups
 from gdn_jax.kernels.anchors import AdvanceRows, PrefillRows
 from gdn_jax.kernels.dispatch import Implementation, imported_when_called, on_tensor_cores
 from gdn_jax.kernels.gated_delta import chunked, reference
@@ -76,6 +76,7 @@ def gdn_prefill(
         | {"q": Described(q, "T Nk dk"), "pool": Described(pool, "slots Nv dv dk")}
         | rows.described()
     )
+    check_groups("Nv", inputs.v.shape[1], "Nk", q.shape[1])
     return _PREFILL[implementation](q, inputs, rows, pool)
 
 
@@ -117,6 +118,7 @@ def gdn_advance(
         | {"q": Described(q, "rows T Nk dk"), "pool": Described(pool, "slots Nv dv dk")}
         | rows.described()
     )
+    check_groups("Nv", new.v.shape[2], "Nk", q.shape[2])
     return _ADVANCE[implementation](q, new, replay, rows, pool)
 
 
@@ -141,6 +143,7 @@ def gdn_forward(
     Raises:
         ValueError: sizes or dtypes do not agree.
     """
-    described = {"q": Described(q, "rows T Nk dk"), "is_first": Described(is_first, "rows T", "bool")}
+    described = {"q": Described(q, "rows T Nk dk"), "is_first": Described(is_first, "rows T", dtype="bool")}
     check_agreement(inputs.described("inputs", "rows T") | described)
+    check_groups("Nv", inputs.v.shape[2], "Nk", q.shape[2])
     return _FORWARD[implementation](q, inputs, is_first)

@@ -33,7 +33,7 @@ class DeltaInputs:
         """Return every field with its dimensions, for `agreement.py`, by the name of the object and those of tokens."""
         fields = {"k": ("Nk dk", ""), "v": ("Nv dv", ""), "g": ("Nv", "float32"), "beta": ("Nv", "float32")}
         return {
-            f"{name}.{field}": Described(getattr(self, field), f"{tokens} {dimensions}", dtype)
+            f"{name}.{field}": Described(getattr(self, field), f"{tokens} {dimensions}", dtype=dtype)
             for field, (dimensions, dtype) in fields.items()
         }
 

@@ -209,7 +209,10 @@ def _split_decay(g: Float[Array, "places"]) -> tuple[Float[Array, "places"], Flo
 
 
 def _sum_up(summed: Any) -> Float[Array, "heads parts places"]:
-    """Return sums up to and with each place, of numbers that have as many zeros before them; overwrites the numbers."""
+    """Return sums up to and with each place, of numbers that have as many zeros before them; overwrites the numbers.
+
+    All are to be there: a barrier comes before.
+    """
     total = plgpu.load(summed.at[:, :, pl.ds(CHUNK, CHUNK)], layout=_SUMS, optimized=False)
     for step in (1, 4, 16):
         if step > 1:

@@ -79,6 +79,8 @@ def store_gram(gram: Float[Array, "places places"], diagonal: Any, *, interpret:
 def substitute_forward(gram: Any, strengths: Any, inverses: Any) -> None:
     """Invert both halves on the diagonal of both heads; for inside a kernel.
 
+    A barrier is to come before, so that all of G and the strengths is there, and one after, before inverses are read.
+
     Args:
         gram: what `store_gram` leaves, `[2, HALF, _PADDED]` float32 in shared memory.
         strengths: beta of both heads, `[PAIR, 2, HALF]` float32 in shared memory.
@@ -139,7 +141,10 @@ def store_halves(values: Float[Array, "places ..."], halves: Any, *, interpret: 
 
 
 def store_parts(values: Float[Array, "places half"], to: Sequence[Any]) -> list[Array]:
-    """Store values in as many bfloat16 parts as there is room for, which add up to them; returns the parts."""
+    """Store values in as many bfloat16 parts as there is room for, which add up to them; returns the parts.
+
+    Others see them behind a barrier.
+    """
     parts = _split(values, len(to))
     for part, room in zip(parts, to, strict=True):
         room[...] = part

@@ -9,7 +9,7 @@ It is one operation so that it may be few launches: `reference.py` calls the sin
 
 from jaxtyping import Array, Float, Int
 
-from gdn_jax.kernels.agreement import Described, check_agreement
+from gdn_jax.kernels.agreement import Described, check_agreement, check_groups
 from gdn_jax.kernels.anchors import AdvanceRows, PrefillRows
 from gdn_jax.kernels.dispatch import Implementation, imported_when_called, on_tensor_cores
 from gdn_jax.kernels.gdn_mixer import plain, reference
@@ -90,21 +90,22 @@ def gdn_mixer_advance(
         ValueError: sizes or dtypes do not agree.
         UnsupportedKernelError: the Mosaic kernels cannot run these sizes or dtypes.
     """
-    described = {"tokens.packed": Described(tokens.packed, "rows T W"), "lane": Described(lane, "rows", "int32")}
+    described = {"tokens.packed": Described(tokens.packed, "rows T W"), "lane": Described(lane, "rows", dtype="int32")}
     _check(tokens, weights, state, described | rows.described())
     return _ADVANCE[implementation](tokens, weights, rows, lane, state, eps=eps)
 
 
 def _check(tokens: MixerTokens, weights: MixerWeights, state: RecurrentState, described: dict[str, Described]) -> None:
     """Raise ValueError unless sizes and dtypes agree; `described`: arrays beside weights and state."""
-    sizes = {"C": tokens.num_channels, "Nv": tokens.num_heads, "dv": tokens.width}
-    check_agreement(
-        described | weights.described() | state.described(), {name: (size, "tokens") for name, size in sizes.items()}
-    )
     num_key, key_dim = state.replay.delta.k.shape[2:]
     channels = 2 * num_key * key_dim + tokens.num_heads * tokens.width
     if tokens.num_channels != channels:
         raise ValueError(f"tokens.raw must have 2 Nk dk + Nv dv = {channels} channels; got {tokens.num_channels}")
+    sizes = {"C": tokens.num_channels, "Nv": tokens.num_heads, "dv": tokens.width}
+    check_agreement(
+        described | weights.described() | state.described(), {name: (size, "tokens") for name, size in sizes.items()}
+    )
+    check_groups("Nv", tokens.num_heads, "Nk", num_key)
     if tokens.packed.shape[-1] < tokens.first_b + 2 * tokens.num_heads:
         raise ValueError(
             f"tokens.packed must have room for raw, z, b and a, {tokens.first_b + 2 * tokens.num_heads} columns; "

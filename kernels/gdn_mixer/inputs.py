@@ -91,5 +91,6 @@ class MixerWeights:
 
     def described(self) -> dict[str, Described]:
         """Return every field with its dimensions, for `agreement.py`."""
-        dimensions = {"taps": "K C", "a_log": "Nv", "dt_bias": "Nv", "norm": "dv"}
-        return {f"weights.{name}": Described(getattr(self, name), of) for name, of in dimensions.items()}
+        wide = {"a_log": "Nv", "dt_bias": "Nv", "norm": "dv"}
+        float32 = {f"weights.{name}": Described(vars(self)[name], of, dtype="float32") for name, of in wide.items()}
+        return float32 | {"weights.taps": Described(self.taps, "K C")}

@@ -20,7 +20,7 @@ from gdn_jax.kernels.gdn_mixer.mosaic_arithmetic import silu, weighted_sum
 from gdn_jax.kernels.gdn_mixer.mosaic_prefill_tiles import Row, Tile
 from gdn_jax.kernels.gdn_mixer.mosaic_prefill_windows import Windows
 from gdn_jax.kernels.gdn_mixer.tiles import MOST_TAPS
-from gdn_jax.kernels.mosaic import HeadsOverWarps, over_rows, row_by_row
+from gdn_jax.kernels.mosaic import HeadsOverWarps, all_arrive, over_rows, row_by_row
 
 MOST_BEFORE = MOST_TAPS - 1  # inputs before a tile, for which there is room; whole groups of places
 _CHANNELS = 1024  # that are convolved at once: 128 threads with 8 each
@@ -110,10 +110,10 @@ class Channels:
 
         @pl.when(tile.end - tile.first < tile.size)
         def _() -> None:
-            plgpu.commit_smem()  # a barrier: all have stored what stood beside the tokens
+            all_arrive()  # all have stored what stood beside the tokens
             self._clear(tile)
 
-        plgpu.commit_smem()  # all are done with the inputs
+        all_arrive()  # all are done with the inputs
 
     def _input_at(self, place: Array) -> Any:
         return self.inputs.at[self.groups.at(place + MOST_BEFORE)]
@@ -143,7 +143,7 @@ class Channels:
 
         oldest = tile.first - self.windows.reach
         self.windows.put(row, tile.token, lambda place: self._input_at(oldest + place))
-        plgpu.commit_smem()  # of the window
+        all_arrive()  # the window is there
         pl.when(is_whole)(lambda: plgpu.barrier_wait(self.loaded))
 
     def _convolve(self, tile: Tile, member: Array) -> None:

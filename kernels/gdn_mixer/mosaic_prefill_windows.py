@@ -11,12 +11,11 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from gdn_jax.kernels.anchors import NULL_SLOT
 from gdn_jax.kernels.gdn_mixer.mosaic_prefill_tiles import Row, Tile
-from gdn_jax.kernels.mosaic import HeadsOverWarps, everywhere
+from gdn_jax.kernels.mosaic import HeadsOverWarps, all_arrive, everywhere
 from gdn_jax.kernels.numerics import CHUNK
 
 
@@ -46,7 +45,7 @@ class Windows:
             return [self._initial_input(row, *pair) for pair in zip(tokens, window, strict=True)]
 
         entries = lax.cond(tokens[0] < 0, with_initial, lambda: window)
-        plgpu.commit_smem()  # a barrier: warps that hold the window alike have all loaded it before one stores it
+        all_arrive()  # warps that hold the window alike have all loaded it before one stores it
         for place, value in enumerate(entries):
             there = to(place)
             there[...] = value.astype(there.dtype)

@@ -10,7 +10,7 @@ padding may name it, nothing is stored there, and nothing reads it. Token p of a
 
 from jaxtyping import Array, Float, Int
 
-from gdn_jax.kernels.agreement import Described, check_agreement
+from gdn_jax.kernels.agreement import Described, check_agreement, check_groups
 from gdn_jax.kernels.anchors import AdvanceRows, PrefillRows
 from gdn_jax.kernels.dispatch import Implementation, on_tensor_cores
 from gdn_jax.kernels.paged_attention import plain, reference
@@ -59,8 +59,13 @@ def paged_attention_prefill(
 
     Returns:
         Outputs in q's dtype (softmax in float32), zeros for tokens that no row owns and for queries with no key.
+
+    Raises:
+        ValueError: sizes or dtypes do not agree.
+        UnsupportedKernelError: the Mosaic kernels cannot run these sizes or dtypes.
     """
     check_agreement(_described(q, "T", k_pages, v_pages, block_tables) | rows.described())
+    check_groups("Hq", q.shape[1], "Hkv", k_pages.shape[2])
     return _PREFILL[implementation](q, k_pages, v_pages, block_tables, rows, first_key)
 
 
@@ -78,8 +83,13 @@ def paged_attention_advance(
 
     Returns:
         Outputs in q's dtype, zeros past `num_new` and for queries with no key.
+
+    Raises:
+        ValueError: sizes or dtypes do not agree.
+        UnsupportedKernelError: the Mosaic kernels cannot run these sizes or dtypes.
     """
     check_agreement(_described(q, "rows T", k_pages, v_pages, block_tables) | rows.described())
+    check_groups("Hq", q.shape[2], "Hkv", k_pages.shape[2])
     return _ADVANCE[implementation](q, k_pages, v_pages, block_tables, rows, first_key)
 
 
@@ -90,5 +100,5 @@ def _described(q: Array, tokens: str, k_pages: Array, v_pages: Array, block_tabl
         "q": Described(q, f"{tokens} Hq D"),
         "k_pages": Described(k_pages, pages),
         "v_pages": Described(v_pages, pages),
-        "block_tables": Described(block_tables, "rows blocks", "int32"),
+        "block_tables": Described(block_tables, "rows blocks", dtype="int32"),
     }

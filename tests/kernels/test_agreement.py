@@ -5,18 +5,21 @@ from dataclasses import replace
 import jax.numpy as jnp
 import pytest
 
-from gdn_jax.kernels.agreement import Described, check_agreement
+from gdn_jax.kernels.agreement import Described, check_agreement, check_groups
 from gdn_jax.kernels.anchors import AdvanceRows
 from gdn_jax.kernels.dispatch import Implementation
 from gdn_jax.kernels.gated_delta import DeltaInputs, gdn_advance, gdn_forward, gdn_prefill
 from gdn_jax.kernels.gated_delta.cases import CASES, AdvanceCase, PrefillCase, make_advance, make_prefill
-from gdn_jax.kernels.paged_attention import paged_attention_prefill
+from gdn_jax.kernels.paged_attention import paged_attention_advance, paged_attention_prefill
 
 EVERYWHERE = pytest.mark.parametrize("implementation", list(Implementation))
 
 
 def test_what_agrees_passes_and_what_does_not_is_named() -> None:
-    arrays = {"q": Described(jnp.zeros((5, 2, 8)), "T Nk dk"), "g": Described(jnp.zeros((5, 4)), "T Nv", "float32")}
+    arrays = {
+        "q": Described(jnp.zeros((5, 2, 8)), "T Nk dk"),
+        "g": Described(jnp.zeros((5, 4)), "T Nv", dtype="float32"),
+    }
     check_agreement(arrays, {"Nv": (4, "the model")})
     with pytest.raises(ValueError, match=r"g must be \[T, Nv\] with Nv = 3 as in the model; got \[5, 4\]"):
         check_agreement(arrays, {"Nv": (3, "the model")})
@@ -27,8 +30,11 @@ def test_what_agrees_passes_and_what_does_not_is_named() -> None:
         (jnp.zeros((5, 4), jnp.bfloat16), "k must be float32; got bfloat16; cast it"),
     ):
         with pytest.raises(ValueError, match=rule):
-            check_agreement({"q": arrays["q"], "k": Described(array, "T Nv", "float32")})
-    check_agreement({"slots": Described(jnp.zeros((5, 0), jnp.int32), "rows boundaries", "int32")})
+            check_agreement({"q": arrays["q"], "k": Described(array, "T Nv", dtype="float32")})
+    check_agreement({"slots": Described(jnp.zeros((5, 0), jnp.int32), "rows boundaries", dtype="int32")})
+    check_groups("Nv", 4, "Nk", 2)
+    with pytest.raises(ValueError, match="Nv must be a multiple of Nk; got Nv = 4 and Nk = 3"):
+        check_groups("Nv", 4, "Nk", 3)
 
 
 @EVERYWHERE
@@ -69,3 +75,10 @@ def test_whole_documents_and_attention_refuse_too(implementation: Implementation
     tables = jnp.zeros((args.rows.offset.shape[0] + 1, 2), jnp.int32)
     with pytest.raises(ValueError, match=r"rows.offset must be \[rows\] with rows = \d+ as in block_tables; got"):
         paged_attention_prefill(q, pages, pages, tables, args.rows, implementation=implementation)
+    uneven = jnp.zeros((args.q.shape[0], 3, 64))
+    with pytest.raises(ValueError, match="Hq must be a multiple of Hkv; got Hq = 3 and Hkv = 2"):
+        paged_attention_prefill(uneven, pages, pages, tables[1:], args.rows, implementation=implementation)
+    window, counts = jnp.zeros((2, 1, 4, 64)), jnp.zeros((2,), jnp.int16)
+    rows = AdvanceRows(**dict.fromkeys(AdvanceRows.__dataclass_fields__, counts))
+    with pytest.raises(ValueError, match=r"rows\.read_slot must be int32; got int16; cast it"):
+        paged_attention_advance(window, pages, pages, tables[:2], rows, implementation=implementation)

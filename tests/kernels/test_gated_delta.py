@@ -256,6 +256,12 @@ class TestMosaicAdvance:
             _, state = step(state, slice(place, place + 1), slice(0, 0))
             assert np.asarray(at_once).tobytes() == np.asarray(state).tobytes()
 
+    def test_outputs_have_the_dtype_of_the_values(self) -> None:
+        args = make_advance(CASES["test/advance/one-token"])
+        values = replace(args.new, v=args.new.v.astype(jnp.bfloat16))
+        outputs, _ = advance(replace(args, new=values), Implementation.MOSAIC)
+        assert outputs.dtype == jnp.bfloat16
+
     @pytest.mark.skipif(ON_GPU, reason="only the interpreter finds races")
     @pytest.mark.parametrize(("first", "second"), [("write_slot", "write_slot"), ("write_slot", "save_slot")])
     def test_the_race_detector_sees_two_rows_that_write_one_slot(self, first: str, second: str) -> None:

@@ -193,16 +193,16 @@ def test_arrays_that_do_not_agree_are_refused(implementation: Implementation) ->
     with pytest.raises(
         ValueError, match=r"state.recurrent must be \[slots, Nv, dv, dk\] with Nv = 2 as in tokens; got"
     ):
-        run(implementation, tokens, weights, rows, lane, few_heads)
+        attempt(implementation, tokens, weights, rows, lane, few_heads)
     with pytest.raises(ValueError, match="one input less than there are taps, 2; got 3"):
-        run(implementation, tokens, few_taps, rows, lane, state)
-    with pytest.raises(ValueError, match=r"weights.taps must be \[K, C\] with C = 192 as in tokens; got \[4, 256\]"):
-        run(implementation, few_channels, weights, rows, lane, state)
+        attempt(implementation, tokens, few_taps, rows, lane, state)
+    with pytest.raises(ValueError, match=r"tokens.raw must have 2 Nk dk \+ Nv dv = 256 channels; got 192"):
+        attempt(implementation, few_channels, weights, rows, lane, state)
     with pytest.raises(ValueError, match="room for raw, z, b and a, 388 columns; got 384"):
-        run(implementation, narrow, weights, rows, lane, state)
+        attempt(implementation, narrow, weights, rows, lane, state)
     with pytest.raises(ValueError, match="lane must be int32; got int16; cast it"):
-        run(implementation, tokens, weights, rows, lane.astype(jnp.int16), state)
+        attempt(implementation, tokens, weights, rows, lane.astype(jnp.int16), state)
 
 
-def run(implementation: Implementation, *args) -> None:
+def attempt(implementation: Implementation, *args) -> None:
     gdn_mixer_advance(*args, eps=1e-6, implementation=implementation)

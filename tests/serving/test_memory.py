@@ -211,9 +211,12 @@ def test_the_description_names_bytes_of_a_block_a_slot_and_all() -> None:
     for part in (
         "32 blocks of 64 tokens (2048 tokens), 64.00 KiB each, 2.06 MiB in all",
         "9 slots, 16.69 KiB each",
+        "4 may run, the rest are checkpoints\n",
         "4 sequences of 512 tokens fit at once",
     ):
         assert part in text
+    lines = plan_memory(MODEL, request(num_blocks=32, num_slots=4)).lines()
+    assert any(line.endswith("4 may run") for line in lines), "nothing is left for checkpoints"
 
 
 def test_sizes_are_described_in_the_largest_unit_below_them() -> None:
