@@ -193,12 +193,17 @@ def stored_weights(
         elif sizes.float32_gates and common.endswith(("A_log", "linear_attn.norm.weight")):
             stored[name] = array.astype(np.float32)
         else:
-            stored[name] = array.astype(dtype)
+            stored[name] = _rounded(array, dtype)
     if nested and sizes.vision:
         draws = Draws(seed)
         for name, shape in (("blocks.0.attn.qkv.weight", (48, 16)), ("patch_embed.proj.bias", (16,))):
-            stored[f"model.visual.{name}"] = draws.normal(f"visual.{name}", shape, 0.02).astype(dtype)
+            stored[f"model.visual.{name}"] = _rounded(draws.normal(f"visual.{name}", shape, 0.02), dtype)
     return stored
+
+
+def _rounded(array: np.ndarray, dtype: type) -> np.ndarray:
+    """Return numbers in a dtype, by way of float32: older versions of ml-dtypes go that way, newer ones round once."""
+    return array.astype(np.float32).astype(dtype)
 
 
 def is_quantized(name: str) -> bool:
