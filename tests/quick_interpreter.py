@@ -24,6 +24,7 @@ from jax._src.pallas.mosaic.interpret.race_detection_state import RaceDetectionS
 from jax._src.pallas.mosaic.interpret.vector_clock import NpVectorClock
 
 Access = tuple[Any, NpVectorClock, Any, str]  # thread, clock, range, line of the kernel
+_matmul = np.matmul  # which kernels are interpreted without
 
 
 class Accesses:
@@ -78,9 +79,6 @@ def keep_on_host(arguments: Sequence[np.ndarray], device: object) -> list[Any]:
 def multiply(left: np.ndarray, right: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Return a product as `np.matmul` does, whose rows do not depend on where they lie."""
     return _matmul(left, right, dtype=np.float64).astype(dtype)
-
-
-_matmul = np.matmul
 
 
 @contextmanager

@@ -220,10 +220,10 @@ def quantize(weight: np.ndarray, block: tuple[int, int]) -> tuple[np.ndarray, np
     row, column = (np.arange(length) // size for length, size in zip(weight.shape, block, strict=True))
     scale = np.maximum.reduceat(np.abs(weight), range(0, weight.shape[0], block[0]), axis=0)
     scale = np.maximum.reduceat(scale, range(0, weight.shape[1], block[1]), axis=1)
-    scale = np.where(scale > 0, scale / largest, 1.0).astype(ml_dtypes.bfloat16)
+    scale = _rounded(np.where(scale > 0, scale / largest, 1.0), ml_dtypes.bfloat16)
     ratio = weight / scale.astype(np.float64)[row][:, column]
     # A scale that was rounded down leaves a value above the largest one, which would be stored as NaN.
-    return np.clip(ratio, -largest, largest).astype(ml_dtypes.float8_e4m3fn), scale
+    return _rounded(np.clip(ratio, -largest, largest), ml_dtypes.float8_e4m3fn), scale
 
 
 def _pack_next(tensors: dict[str, np.ndarray], s: CheckpointSizes) -> dict[str, np.ndarray]:
