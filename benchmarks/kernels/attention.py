@@ -82,7 +82,7 @@ class Case:
     @property
     def num_sets(self) -> int:
         """Sets of pages: one for each call of the loop's body, or one for all if no cache holds it."""
-        return 1 if self.kv_bytes >= _LEAST_BYTES else min(_MOST_CALLS, -(-_LEAST_BYTES // self.kv_bytes))
+        return min(_MOST_CALLS, -(-_LEAST_BYTES // self.kv_bytes))
 
 
 _SHAPES = ((1, 1024), (64, 1024), (64, 8192), (1, 8192), (1, 131072))  # rows, keys of each

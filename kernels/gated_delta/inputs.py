@@ -31,10 +31,11 @@ class DeltaInputs:
 
     def described(self, name: str, tokens: str) -> dict[str, Described]:
         """Return every field with its dimensions, for `agreement.py`, by the name of the object and those of tokens."""
-        fields = {"k": ("Nk dk", ""), "v": ("Nv dv", ""), "g": ("Nv", "float32"), "beta": ("Nv", "float32")}
         return {
-            f"{name}.{field}": Described(getattr(self, field), f"{tokens} {dimensions}", dtype=dtype)
-            for field, (dimensions, dtype) in fields.items()
+            f"{name}.k": Described(self.k, f"{tokens} Nk dk"),
+            f"{name}.v": Described(self.v, f"{tokens} Nv dv"),
+            f"{name}.g": Described(self.g, f"{tokens} Nv", dtype="float32"),
+            f"{name}.beta": Described(self.beta, f"{tokens} Nv", dtype="float32"),
         }
 
 

@@ -97,15 +97,14 @@ def gdn_mixer_advance(
 
 def _check(tokens: MixerTokens, weights: MixerWeights, state: RecurrentState, described: dict[str, Described]) -> None:
     """Raise ValueError unless sizes and dtypes agree; `described`: arrays beside weights and state."""
+    sizes = {"Nv": (tokens.num_heads, "tokens"), "dv": (tokens.width, "tokens")}
+    check_agreement(described | weights.described() | state.described(), sizes)
     num_key, key_dim = state.replay.delta.k.shape[2:]
-    channels = 2 * num_key * key_dim + tokens.num_heads * tokens.width
-    if tokens.num_channels != channels:
-        raise ValueError(f"tokens.raw must have 2 Nk dk + Nv dv = {channels} channels; got {tokens.num_channels}")
-    sizes = {"C": tokens.num_channels, "Nv": tokens.num_heads, "dv": tokens.width}
-    check_agreement(
-        described | weights.described() | state.described(), {name: (size, "tokens") for name, size in sizes.items()}
-    )
     check_groups("Nv", tokens.num_heads, "Nk", num_key)
+    channels = 2 * num_key * key_dim + tokens.num_heads * tokens.width
+    for name, count in {"tokens.raw": tokens.num_channels, "weights.taps": weights.taps.shape[1]}.items():
+        if count != channels:
+            raise ValueError(f"{name} must have 2 Nk dk + Nv dv = {channels} channels; got {count}")
     if tokens.packed.shape[-1] < tokens.first_b + 2 * tokens.num_heads:
         raise ValueError(
             f"tokens.packed must have room for raw, z, b and a, {tokens.first_b + 2 * tokens.num_heads} columns; "

@@ -91,6 +91,9 @@ class MixerWeights:
 
     def described(self) -> dict[str, Described]:
         """Return every field with its dimensions, for `agreement.py`."""
-        wide = {"a_log": "Nv", "dt_bias": "Nv", "norm": "dv"}
-        float32 = {f"weights.{name}": Described(vars(self)[name], of, dtype="float32") for name, of in wide.items()}
-        return float32 | {"weights.taps": Described(self.taps, "K C")}
+        return {
+            "weights.taps": Described(self.taps, "K C"),
+            "weights.a_log": Described(self.a_log, "Nv", dtype="float32"),
+            "weights.dt_bias": Described(self.dt_bias, "Nv", dtype="float32"),
+            "weights.norm": Described(self.norm, "dv", dtype="float32"),
+        }

@@ -198,6 +198,11 @@ def test_arrays_that_do_not_agree_are_refused(implementation: Implementation) ->
         attempt(implementation, tokens, few_taps, rows, lane, state)
     with pytest.raises(ValueError, match=r"tokens.raw must have 2 Nk dk \+ Nv dv = 256 channels; got 192"):
         attempt(implementation, few_channels, weights, rows, lane, state)
+    windows = replace(state.replay, conv=state.replay.conv[..., :192])
+    thin_state = replace(state, conv=state.conv[..., :192], replay=windows)
+    thin_weights = replace(weights, taps=weights.taps[:, :192])
+    with pytest.raises(ValueError, match=r"weights.taps must have 2 Nk dk \+ Nv dv = 256 channels; got 192"):
+        attempt(implementation, tokens, thin_weights, rows, lane, thin_state)
     with pytest.raises(ValueError, match="room for raw, z, b and a, 388 columns; got 384"):
         attempt(implementation, narrow, weights, rows, lane, state)
     with pytest.raises(ValueError, match="lane must be int32; got int16; cast it"):
